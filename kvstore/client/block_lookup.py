@@ -65,10 +65,10 @@ def found_here(
         mapped: Sequence[Attached] = nodes.ours(now(), find=signer is None)
     else:
         mapped = nodes.every(now())
-    for start in range(0, len(keys), KEYS_AT_ONCE):
+    for batch in in_batches(keys, KEYS_AT_ONCE):
         if give_up_at is not None and now() >= give_up_at:
             return
-        yield from _found_in(mapped, signer, keys[start : start + KEYS_AT_ONCE])
+        yield from _found_in(mapped, signer, batch)
 
 
 def _found_in(

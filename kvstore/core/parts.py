@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
 
+from kvstore.batches import in_batches
 from kvstore.core.answers import ResetAnswer
 from kvstore.core.events import (
     NOBODY,
@@ -94,8 +95,7 @@ def _of_slots(
 ) -> Sequence[Event]:
     if len(slots) <= at_most:
         return (event,)
-    starts = range(0, len(slots), at_most)
-    parts: list[Event] = [event._replace(slots=slots[start : start + at_most]) for start in starts]
+    parts: list[Event] = [event._replace(slots=some) for some in in_batches(slots, at_most)]
     return [*parts, event] if isinstance(event, SessionDead) else parts
 
 
@@ -109,8 +109,8 @@ def _sweeps(event: Clear | Reset, at_most: int, keys: Sequence[Key]) -> Sequence
         number = event.number if event.session == NOBODY else 0
     return [
         *(
-            Sweep(event.session, event.request, keys[start : start + at_most], ids, number)
-            for start in range(0, len(keys), at_most)
+            Sweep(event.session, event.request, some, ids, number)
+            for some in in_batches(keys, at_most)
         ),
         event._replace(swept=True),
     ]

@@ -21,6 +21,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
+from kvstore.batches import in_batches
 from kvstore.cuda.base import FABRIC_HANDLE_BYTES, SHARED_NAME_BYTES, Copy, Shared
 from kvstore.cuda.batch import COPIES_MAX, BatchCopies, batch_copies
 from kvstore.cuda.versions import install_command, misfit, torch_cuda
@@ -389,8 +390,7 @@ class BindingsDevice:
     def copy_many(self, copies: Sequence[Copy], stream: Any) -> None:
         """Queue copies that may be carried out in any order; the thread is in the device's context.
         Raises `DeviceError`: then some of them may be queued."""
-        for start in range(0, len(copies), COPIES_MAX):
-            some = copies[start : start + COPIES_MAX]
+        for some in in_batches(copies, COPIES_MAX):
             if len(some) == 1 or not self._copied_together(some, stream):
                 for to, source, size_bytes in some:
                     self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)

@@ -24,7 +24,7 @@ from connector.adapters.tensorrt_llm.shape import (
 )
 from connector.build import open_store
 from connector.pages.pages import Pages, Parts, memory_at
-from kvstore import KVStoreError, NodeUnavailableError, PutStatus, UsageError
+from kvstore import KVStoreError, NodeUnavailableError, PutStatus, UsageError, in_batches
 
 if TYPE_CHECKING:
     from kvstore import BlockSession
@@ -154,11 +154,10 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
     def _load(self, run: Run) -> bool:
         assert self._pages is not None
         found = run.refs[self._rank]
-        for start in range(0, len(found), STAGED_BLOCKS):
-            ids = list(run.block_ids[start : start + STAGED_BLOCKS])
+        for part in in_batches(list(zip(found, run.block_ids, strict=False)), STAGED_BLOCKS):
+            refs, ids = [ref for ref, _ in part], [block for _, block in part]
             staged = self._staging(ids)
-            part = found[start : start + STAGED_BLOCKS]
-            if not all(self._pages.read(part, self._parts(staged))):
+            if not all(self._pages.read(refs, self._parts(staged))):
                 return False
             self._rows[ids] = staged.to(self._rows.device)
         self._store.touch([ref.key for ref in found])
@@ -166,10 +165,9 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
 
     def _save(self, run: Run) -> None:
         assert self._pages is not None
-        for start in range(0, len(run.names), STAGED_BLOCKS):
-            ids = list(run.block_ids[start : start + STAGED_BLOCKS])
+        for part in in_batches(list(zip(run.names, run.block_ids, strict=False)), STAGED_BLOCKS):
+            names, ids = [name for name, _ in part], [block for _, block in part]
             staged = self._rows[ids].cpu().contiguous()
-            names = run.names[start : start + STAGED_BLOCKS]
             try:
                 results = self._pages.save(names, self._parts(staged))
             except KVStoreError as e:

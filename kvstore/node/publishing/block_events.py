@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from kvstore.batches import in_batches
 from kvstore.core.node import NodeCore
 from kvstore.core.outgoing.changes import Changes
 from kvstore.errors import PeerError, UsageError
@@ -167,10 +168,10 @@ class BlockEvents:
         if removed and not self._core.listed:
             self._put(BlockChanges(True, [], []))
         else:
-            for start in range(0, len(removed), EVENT_KEYS_MAX):
-                self._put(BlockChanges(False, removed[start : start + EVENT_KEYS_MAX], []))
-        for start in range(0, len(stored), EVENT_KEYS_MAX):
-            self._put(BlockChanges(False, [], stored[start : start + EVENT_KEYS_MAX]))
+            for some in in_batches(removed, EVENT_KEYS_MAX):
+                self._put(BlockChanges(False, list(some), []))
+        for blocks in in_batches(stored, EVENT_KEYS_MAX):
+            self._put(BlockChanges(False, [], list(blocks)))
         if beat and not stored and not removed:
             self._put(BlockChanges(False, [], []))
         self._wake()
