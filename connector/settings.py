@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from connector.limits import (
     BLOCK_TOKENS_MAX,
+    CONFIG_BYTES_MAX,
     LOOKUP_TIMEOUT_S,
     MOVABLE,
     NODE_BYTES_MIN,
@@ -146,3 +148,17 @@ class ConnectorSettings:
         if only or redis_timeout_s != Limits().redis_timeout_s:
             values.setdefault("lookup_timeout_s", redis_timeout_s)
         return read_settings(cls, values, where=where)
+
+
+def json_object(where: str, document: str) -> dict[str, object]:
+    """Return what `document`, JSON that an operator wrote at `where`, says. Raises `UsageError`
+    when it is no object, or one of more than `CONFIG_BYTES_MAX` characters."""
+    if len(document) > CONFIG_BYTES_MAX:
+        raise UsageError(where, document, f"at most {CONFIG_BYTES_MAX} characters")
+    try:
+        values = json.loads(document)
+    except (ValueError, RecursionError) as e:
+        raise UsageError(where, document, f"must be JSON: {e}") from e
+    if not isinstance(values, dict):
+        raise UsageError(where, document, "must be a JSON object")
+    return values

@@ -49,6 +49,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:
+        settings = RouterSettings(
+            timeout_s=options.timeout_s,
+            save_wait_s=options.save_wait_s,
+            tokenize=not options.no_tokenize,
+        )
         given = [(Role.PREFILL, text) for text in options.prefill]
         given += [(Role.DECODE, text) for text in options.decode]
         names = [Name.parse(*one) for one in given if one[1].startswith(SCHEME)]
@@ -58,11 +63,6 @@ def main() -> int:
     except KVStoreError as e:
         print(f"kvstore-router: {e}", file=sys.stderr)
         return 1
-    settings = RouterSettings(
-        timeout_s=options.timeout_s,
-        save_wait_s=options.save_wait_s,
-        tokenize=not options.no_tokenize,
-    )
     app = Router(fleet, Prefixes(locator, residency), settings, names).app()
     # A client that hangs up ends its request in the engine too.
     web.run_app(app, host=options.host, port=options.port, print=None, handler_cancellation=True)

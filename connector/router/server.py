@@ -20,6 +20,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 from aiohttp import web
 
@@ -46,7 +47,7 @@ from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
 from connector.router.routing import Engine, EngineFleet, Role, needs_prefill
 from connector.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
-from kvstore import UsageError
+from kvstore import NumberRange, UsageError, check_settings
 
 log = logging.getLogger("kvstore.router")
 
@@ -63,15 +64,18 @@ PASSED_BACK = ("Content-Type", "Retry-After")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """Holds what an operator may set of the router."""
+    """Holds what an operator may set of the router. Raises `UsageError` naming field and value."""
 
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, NumberRange(above=0)] = 600.0
     """One request, all its attempts together."""
-    save_wait_s: float = 2.0
+    save_wait_s: Annotated[float, NumberRange(0)] = 2.0
     """How long to wait for a prefill engine's blocks to be in the store."""
     tokenize: bool = True
     """Ask an engine for the tokens of prompts that come as text: without them the store
     cannot be asked for their prefix."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ document serves both, numbers and switches in quotes included; `kv_buffer_size`,
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import uuid
@@ -18,7 +17,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from connector.limits import CONFIG_BYTES_MAX, KV_RANKS_MAX, PORT_MAX
+from connector.limits import KV_RANKS_MAX, PORT_MAX
+from connector.settings import json_object
 from kvstore import NumberRange, UsageError, check_settings, read_config, read_settings
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -144,7 +144,7 @@ class KVTransferConfig:
     @classmethod
     def from_json(cls, document: str) -> Self:
         """Return a config from a JSON object."""
-        return cls.from_dict(_json_object("kv_transfer_config", document))
+        return cls.from_dict(json_object("kv_transfer_config", document))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -157,7 +157,7 @@ class KVTransferConfig:
         environ = os.environ if environ is None else environ
         document = environ.get(ENV_DOCUMENT)
         values = dict(read_config().table("transfer"))
-        values |= _json_object(ENV_DOCUMENT, document) if document else {}
+        values |= json_object(ENV_DOCUMENT, document) if document else {}
         for f in fields(cls):
             variable = ENV_PREFIX + f.name.upper()
             text = environ.get(variable)
@@ -211,21 +211,9 @@ def _read(read: Callable[[str], object], value: object) -> object:
 
 def _from_text(name: str, variable: str, text: str) -> object:
     if name == "kv_connector_extra_config":
-        return _json_object(variable, text)
+        return json_object(variable, text)
     try:
         return _TEXT_TYPES.get(name, str)(text)
     except ValueError as e:
         must = "true or false" if name == "enable_permute_local_kv" else "a number"
         raise UsageError(variable, text, f"must be {must}") from e
-
-
-def _json_object(field_name: str, document: str) -> dict[str, object]:
-    if len(document) > CONFIG_BYTES_MAX:
-        raise UsageError(field_name, document, f"at most {CONFIG_BYTES_MAX} characters")
-    try:
-        values = json.loads(document)
-    except (ValueError, RecursionError) as e:
-        raise UsageError(field_name, document, f"must be JSON: {e}") from e
-    if not isinstance(values, dict):
-        raise UsageError(field_name, document, "must be a JSON object")
-    return values

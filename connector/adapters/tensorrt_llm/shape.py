@@ -5,7 +5,6 @@ It looks at attributes only and imports no TensorRT-LLM.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from uuid import uuid4
 from connector.layout.block_hashes import ALGORITHM
 from connector.layout.geometry import Field
 from connector.layout.identity import config_digest, digest_of, files_of, weights_or_unknown
-from connector.settings import STORE_SETTINGS, ConnectorSettings
+from connector.settings import STORE_SETTINGS, ConnectorSettings, json_object
 from kvstore import Namespace, UsageError, tenant_salt
 
 SETTINGS = "KVSTORE_TENSORRT_LLM"
@@ -27,13 +26,7 @@ _OF_THIS_PROCESS = f"of process {uuid4().hex}"
 
 def settings() -> ConnectorSettings:
     """Raises `UsageError` for what is no JSON object, or has unknown names or values in it."""
-    text = os.environ.get(SETTINGS, "{}")
-    try:
-        extra = json.loads(text)
-    except ValueError as e:
-        raise UsageError(SETTINGS, text, f"must be a JSON object of settings: {e}") from e
-    if not isinstance(extra, dict):
-        raise UsageError(SETTINGS, text, "must be a JSON object of settings")
+    extra = json_object(SETTINGS, os.environ.get(SETTINGS, "{}"))
     return ConnectorSettings.from_extra(extra, where=SETTINGS, only=STORE_SETTINGS)
 
 

@@ -63,3 +63,28 @@ def test_without_aiohttp_it_says_what_to_install(
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert command.main() == 1
     assert capsys.readouterr().err == "kvstore-router: needs aiohttp: pip install aiohttp\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--timeout-s", "nan"),
+        ("--timeout-s", "0"),
+        ("--save-wait-s", "-1"),
+        ("--save-wait-s", "inf"),
+    ],
+)
+def test_times_that_are_none_are_named(
+    option: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("aiohttp")
+    words = ["kvstore-router", "--decode", "http://127.0.0.1:1", f"{option}={value}"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr("aiohttp.web.run_app", lambda *_, **__: pytest.fail("it serves"))
+    assert command.main() == 1
+    said = capsys.readouterr().err
+    assert option.strip("-").replace("-", "_") in said
+    assert "must be a number" in said

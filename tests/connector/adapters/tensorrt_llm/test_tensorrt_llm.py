@@ -24,6 +24,7 @@ from trtllm_model_engine import (
     install,
 )
 
+from connector.limits import CONFIG_BYTES_MAX
 from kvstore import Tier, UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -398,7 +399,7 @@ def test_what_cannot_be_shared_is_refused_at_start_by_name(
 
 
 def test_settings_that_are_none_are_named(monkeypatch: pytest.MonkeyPatch, adapter: Any) -> None:
-    for text in ("{", "[]", '{"nonsense": 1}'):
+    for text in ("{", "[]", '{"nonsense": 1}', "[" * 10**6, "{}" + " " * CONFIG_BYTES_MAX):
         monkeypatch.setenv("KVSTORE_TENSORRT_LLM", text)
         with pytest.raises(UsageError, match="KVSTORE_TENSORRT_LLM"):
             adapter.KVStoreWorker(arguments())
