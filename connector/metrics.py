@@ -129,7 +129,10 @@ METRICS = tuple(value for value in globals().values() if isinstance(value, Metri
 
 
 class Counts:
-    """Adds up counts and samples until somebody takes them. Thread-safe."""
+    """Adds up counts and samples until somebody takes them. Thread-safe.
+
+    Clients and nodes of `kvstore` have plain dictionaries of totals that only grow instead: who
+    reads those may ask at any time, and takes nothing away from the next one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

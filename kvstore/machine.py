@@ -89,9 +89,14 @@ class Machine:
     def event(self) -> Event:
         return threading.Event()
 
-    def start_thread(self, target: Callable[[], None], name: str) -> None:
+    def start_thread(self, target: Callable[[], object], name: str) -> None:
         """Run it in a daemon thread, which does not keep the process alive. Raises `RuntimeError`
-        when the machine has no room for another thread."""
+        when the machine has no room for another thread.
+
+        For threads that nobody asks about again. Who joins one, or looks whether it lives, makes
+        a `threading.Thread` of its own: what ends its loop (an event, a descriptor that a poll
+        waits for, a socket) is its own, too, so that no helper would hold more than `run`.
+        """
         threading.Thread(target=target, name=name, daemon=True).start()
 
     def when_dropped(self, owner: object, call: Callable[[], None]) -> None:

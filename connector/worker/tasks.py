@@ -46,7 +46,10 @@ class Results(Generic[R]):
 
 class TaskThreads:
     """Runs tasks on one thread, in their order, or begins them in their order on several. Every
-    task ends: done, failed, or refused at once. Thread-safe."""
+    task ends: done, failed, or refused at once. Thread-safe.
+
+    Not `WorkThread`, which may leave out what it was given: here an engine waits for the end of
+    each task, so what waits fails by name at the end, and what gives back has no limit."""
 
     def __init__(self, name: str, clean_up: Callable[[], None], threads: int = 1) -> None:
         """`clean_up` runs now and then between tasks of one of the threads."""

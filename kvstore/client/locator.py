@@ -66,7 +66,8 @@ class Locator:
         )
         self._index = self._opened.index
         self._nodes = NodeDirectory(self._index, lambda _: TRANSPORTS, self._signer)
-        """Whether a node can be reached is not for this one to know."""
+        """Of its own, though a session has one (remote/peers.py): a router has no session, and
+        whether it could reach a node itself is nothing to it."""
 
     def leading(self, keys: Sequence[Key]) -> Holders:
         """Return the holders of the longest leading run of `keys`, one each.

@@ -11,9 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvstore.circuit_breaker import Breaker
 from kvstore.errors import DeviceError, PeerError
+from kvstore.machine import REAL
 from kvstore.nodedir import Announcement
 
 log = logging.getLogger("kvstore.client")
@@ -51,11 +53,8 @@ class ProvedPeer:
         if not self._breaker.allows(time.monotonic()):
             return None
         self._proving = proving = threading.Event()
-        thread = threading.Thread(
-            target=self._prove, args=(prove, give_up, proving), name=name, daemon=True
-        )
         try:
-            thread.start()
+            REAL.start_thread(partial(self._prove, prove, give_up, proving), name)
         except RuntimeError as e:  # this host has no more threads to give
             self._proving, self.reason = None, str(e)
             self._breaker.failed(time.monotonic())

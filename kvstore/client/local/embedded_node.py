@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kvstore.errors import (
 )
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import EMBEDDED_NODE_BYTES_MIN
+from kvstore.machine import REAL
 from kvstore.nodedir import VERSION, NodeDir
 from kvstore.rundir import listens
 from kvstore.secret import SIGNING_KEY
@@ -141,7 +141,7 @@ def _start(
     # Somebody must take note of its end, whenever that is: or it stays a zombie, and
     # Python warns of a process that nobody waits for.
     with contextlib.suppress(RuntimeError):  # no more threads: a zombie is what it costs
-        threading.Thread(target=process.wait, name="kvstore-embedded-node", daemon=True).start()
+        REAL.start_thread(process.wait, "kvstore-embedded-node")
     return process
 
 

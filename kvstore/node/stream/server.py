@@ -20,6 +20,7 @@ from kvstore.limits import (
     STREAM_CONNECTIONS_MAX,
     STREAM_HANDSHAKE_TIMEOUT_S,
 )
+from kvstore.machine import REAL
 from kvstore.node.config import NodeConfig
 from kvstore.node.control.local_session import LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
@@ -115,7 +116,7 @@ class StreamServer:
         """What the node announces."""
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name="kvstore-accept", daemon=True).start()
+        REAL.start_thread(self._accept, "kvstore-accept")
         if self.nixl is not None:
             self.nixl.start()
         log.info("node %s serves streams at %s", self._name, self.address)

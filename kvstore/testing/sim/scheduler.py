@@ -126,7 +126,7 @@ class Scheduler:
     def after(self, delay_s: float, action: Callable[[], object]) -> None:
         self.at(self.now + delay_s, action)
 
-    def spawn(self, process: Process, name: str, body: Callable[[], None]) -> Actor:
+    def spawn(self, process: Process, name: str, body: Callable[[], object]) -> Actor:
         actor = Actor(process, name)
         actor.thread = threading.Thread(target=self._run, args=(actor, body), daemon=True)
         self.actors.append(actor)
@@ -163,7 +163,7 @@ class Scheduler:
 
     # --- inside ---------------------------------------------------------------
 
-    def _run(self, actor: Actor, body: Callable[[], None]) -> None:
+    def _run(self, actor: Actor, body: Callable[[], object]) -> None:
         actor.baton.acquire()
         try:
             if not (actor.process.dead or self._over):

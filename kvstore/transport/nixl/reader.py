@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX, NIXL_REQUESTS_MAX
+from kvstore.machine import REAL
 from kvstore.transport.nixl.child import ADD, OK, READ, REMOVE
 from kvstore.transport.nixl.process import ChildAnswer, NixlProcess, wait_for
 from kvstore.transport.nixl.vram import VramArena
@@ -189,7 +190,7 @@ class NixlReader:
             self._process.kill()
 
         try:
-            threading.Thread(target=bury, name="kvstore-nixl-retire", daemon=True).start()
+            REAL.start_thread(bury, "kvstore-nixl-retire")
         except RuntimeError:  # no more threads: nobody waits for what is under way
             self._process.kill()
 

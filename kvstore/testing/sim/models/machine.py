@@ -44,7 +44,7 @@ class SimMachine(Machine):
     def event(self) -> SimEvent:
         return SimEvent(self.world)
 
-    def start_thread(self, target: Callable[[], None], name: str) -> None:
+    def start_thread(self, target: Callable[[], object], name: str) -> None:
         process = self.world.current.process
         self.world.spawn(process, f"{process.name}/{name}", target)
 
