@@ -85,11 +85,13 @@ def damage(owned: OwnedShm, rng: random.Random) -> None:
 
 
 def write(base: Path, seed: int, *, hostile: bool) -> None:
-    """What the other process does, until it is killed."""
+    """What the other process does, until it is killed or its reader has ended."""
     owned = OwnedShm(base, Superblock(7, 1, 0, SIZE))
     (base.parent / "ready").touch()
-    rng = random.Random(seed)
+    rng, reader = random.Random(seed), os.getppid()
     for generation in range(1, 1 << 40):
+        if generation % 1000 == 0 and os.getppid() != reader:  # it was ended by what it read
+            return
         if hostile and rng.random() < 0.7:
             damage(owned, rng)
         else:
