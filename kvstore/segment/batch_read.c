@@ -108,6 +108,9 @@ typedef struct {
     char *to;
     uint64_t size_bytes;
     Py_ssize_t number;
+    const char *described; /* what must follow the payload: a part of `describer` */
+    uint64_t described_bytes;
+    PyObject *describer;
     Py_buffer target; /* obj is NULL where the value is a new `bytes` */
     PyObject *value;
     int gone; /* its pages are: nobody may touch them */
@@ -138,6 +141,8 @@ static int slot_has(const Segment *segment, uint64_t slot, const char *key, Bloc
     return memcmp((const char *)block->image + 8, key, KEY_BYTES) == 0;
 }
 
+static uint64_t meta_length_of(const Block *block) { return block->image[5] >> 48; }
+
 /* Whether a SEALED, whole header of that key is there, of a block that lies in the segment. */
 static int find(const Segment *segment, const char *key, Block *block) {
     uint32_t bits;
@@ -151,7 +156,7 @@ static int find(const Segment *segment, const char *key, Block *block) {
     const uint64_t *image = block->image;
     if ((image[0] & 0xFF) != SEALED || crc32_of(0, image, WORDS) != WHOLE) return 0;
     uint64_t length = image[5] & 0xFFFFFFFFu, granule = image[5] >> 32 & 0xFF;
-    uint64_t meta_length = image[5] >> 48;
+    uint64_t meta_length = meta_length_of(block);
     uint64_t offset = slot * SLOT_BYTES + granule * GRANULE_BYTES;
     if (granule >= GRANULES || meta_length > length) return 0;
     if (offset + length > segment->size_bytes) return 0;
@@ -162,10 +167,31 @@ static int find(const Segment *segment, const char *key, Block *block) {
 
 static unsigned kind_of(const Block *block) { return block->image[5] >> 40 & 0xFF; }
 
+/* Whether one of the descriptions behind the room in `out` may be the block's: of its length. */
+static int may_be_described(Block *block, PyObject *out) {
+    for (Py_ssize_t i = 1; i < PyTuple_Size(out); i++) {
+        char *raw;
+        Py_ssize_t length;
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(out, i), &raw, &length) < 0) {
+            PyErr_Clear();
+            return 0;
+        }
+        if ((uint64_t)length == meta_length_of(block)) {
+            block->described = raw;
+            block->described_bytes = (uint64_t)length;
+            return 1;
+        }
+    }
+    return 0;
+}
+
 /* 1 when the block has a target; 0 when it is the caller's; -1 with an exception. */
 static int aim(Block *block, PyObject *out, unsigned kinds) {
     block->target.obj = NULL;
     block->value = NULL;
+    block->describer = NULL;
+    block->described = "";
+    block->described_bytes = 0;
     if (out == Py_None) {
         if (kind_of(block) > 31 || !(kinds >> kind_of(block) & 1)) return 0;
         block->value = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)block->size_bytes);
@@ -173,27 +199,38 @@ static int aim(Block *block, PyObject *out, unsigned kinds) {
         block->to = PyBytes_AsString(block->value);
         return 1;
     }
-    if (!PyMemoryView_Check(out)) return 0;
-    if (PyObject_GetBuffer(out, &block->target, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_ND) < 0) {
+    int exactly = PyTuple_Check(out) && PyTuple_Size(out) > 0;
+    PyObject *room = exactly ? PyTuple_GetItem(out, 0) : out;
+    if (!PyMemoryView_Check(room) || (exactly && !may_be_described(block, out))) return 0;
+    if (PyObject_GetBuffer(room, &block->target, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_ND) < 0) {
         PyErr_Clear(); /* read-only, or released: the caller says so */
         block->target.obj = NULL;
         return 0;
     }
     const Py_buffer *target = &block->target;
+    uint64_t bytes = (uint64_t)target->len;
     if (target->ndim == 1 && target->format != NULL && strcmp(target->format, "B") == 0 &&
-        (uint64_t)target->len >= block->size_bytes) {
+        (exactly ? bytes == block->size_bytes : bytes >= block->size_bytes)) {
         block->to = target->buf;
+        block->describer = exactly ? Py_NewRef(out) : NULL;
         return 1;
     }
     PyBuffer_Release(&block->target);
     return 0;
 }
 
+/* Nothing is written for a block whose description is another. */
+static int copied_as_described(const Block *block, int streamed) {
+    if (block->gone) return 0;
+    if (memcmp(block->from + block->size_bytes, block->described, block->described_bytes)) return 0;
+    copy_bytes(block->to, block->from, block->size_bytes, streamed);
+    return 1;
+}
+
 static void copy(Block *blocks, Py_ssize_t count, int streamed) {
     for (Py_ssize_t i = 0; i < count; i++) {
         Block *block = &blocks[i];
-        if (block->gone) continue;
-        copy_bytes(block->to, block->from, block->size_bytes, streamed);
+        if (!copied_as_described(block, streamed)) continue;
         block->whole = unchanged(block->header, block->image);
     }
 }
@@ -201,8 +238,7 @@ static void copy(Block *blocks, Py_ssize_t count, int streamed) {
 static int copy_watched(Block *blocks, Py_ssize_t count, int streamed, PyObject *copied) {
     for (Py_ssize_t i = 0; i < count; i++) {
         Block *block = &blocks[i];
-        if (block->gone) continue;
-        copy_bytes(block->to, block->from, block->size_bytes, streamed);
+        if (!copied_as_described(block, streamed)) continue;
         PyObject *said = PyObject_CallFunctionObjArgs(copied, NULL);
         if (said == NULL) return -1;
         Py_DECREF(said);
@@ -214,7 +250,7 @@ static int copy_watched(Block *blocks, Py_ssize_t count, int streamed, PyObject 
 static int tell_found(const Segment *segment, Block *blocks, Py_ssize_t count, PyObject *found) {
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *said = PyObject_CallFunction(found, "LL", (long long)(blocks[i].from - segment->data),
-                                               (long long)blocks[i].size_bytes);
+                                               (long long)(blocks[i].size_bytes + blocks[i].described_bytes));
         if (said == NULL) return -1;
         blocks[i].gone = said == Py_False;
         Py_DECREF(said);
@@ -297,6 +333,7 @@ static long long read_blocks(const Segment *segment, PyObject *keys, PyObject *o
 done:
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_XDECREF(blocks[i].value);
+        Py_XDECREF(blocks[i].describer);
         if (blocks[i].target.obj != NULL) PyBuffer_Release(&blocks[i].target);
     }
     return bytes;

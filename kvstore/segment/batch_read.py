@@ -71,7 +71,9 @@ class BatchReader(Protocol):
 
         An `out` is None, for a value of its own: `bytes`, of a block whose kind is a bit of
         `kinds`; or a writable, contiguous memoryview of plain bytes that has room: then the
-        part of it that was written. For any other `out` the answer is None. Both lists are of one
+        part of it that was written; or a tuple of such a view and descriptions, for a value of
+        just its bytes that is described by one of them (b"": has no description), and is the only
+        one of their lengths. For any other `out` the answer is None. Both lists are of one
         length, and are the reader's until it returns. Raises what `found` and `copied` raise,
         and `ValueError` for a segment that is closed or whose files do not belong together.
         """
@@ -117,7 +119,7 @@ class PythonReader:
         head, _, hints, payload = segment
         values: list[Any] = [None] * len(keys)
         mask, segment_bytes = len(hints) - 1, len(payload)
-        blocks: list[tuple[int, int, bytes, int, int]] = []
+        blocks: list[tuple[int, int, bytes, int, int, Any, bytes]] = []
         for i, (key, out) in enumerate(zip(keys, outs, strict=True)):
             place = int.from_bytes(key[8:12], "little") & mask
             slot_id = hints[place]
@@ -133,15 +135,20 @@ class PythonReader:
             offset = None if header is None else offset_of(segment_bytes, slot_id, header)
             if header is None or offset is None:
                 continue
-            size_bytes = header[2] - header[5]
+            size_bytes, described = header[2] - header[5], b""
+            if type(out) is tuple:
+                out, described = _as_described(out, size_bytes, header[5])
             takes = kinds >> header[4] & 1 if out is None else _takes(out, size_bytes)
             if takes and size_bytes:
-                blocks.append((i, start, image, offset, size_bytes))
+                blocks.append((i, start, image, offset, size_bytes, out, described))
         if found is not None:
-            blocks = [block for block in blocks if found(block[3], block[4]) is not False]
+            blocks = [b for b in blocks if found(b[3], b[4] + len(b[6])) is not False]
         total = 0
-        for i, start, image, offset, size_bytes in blocks:
-            source, out = payload[offset : offset + size_bytes], outs[i]
+        for i, start, image, offset, size_bytes, out, described in blocks:
+            end = offset + size_bytes
+            if described and payload[end : end + len(described)] != described:
+                continue
+            source = payload[offset:end]
             if out is None:
                 value: Any = source.tobytes()
             else:
@@ -169,6 +176,18 @@ class PythonReader:
 def unchanged(head: mmap.mmap, start: int, image: bytes) -> bool:
     """Whether the header at `start` is still what it was when the block was found (rule 4)."""
     return head[start : start + HEADER_BYTES] == image
+
+
+def _as_described(out: tuple[Any, ...], size_bytes: int, meta_length: int) -> tuple[object, bytes]:
+    """The room in `out`, and which description the value must have; 7, which is no room, where
+    it cannot be one of those in `out`."""
+    room, *descriptions = out or (7,)
+    if not all(type(one) is bytes for one in descriptions):
+        return 7, b""
+    described = next((one for one in descriptions if len(one) == meta_length), None)
+    if described is None or type(room) is not memoryview or not _takes(room, size_bytes):
+        return 7, b""
+    return (room, described) if room.nbytes == size_bytes else (7, b"")
 
 
 def _takes(out: object, size_bytes: int) -> bool:

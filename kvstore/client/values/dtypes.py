@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -16,6 +17,13 @@ _FORMATS = {
     **dict.fromkeys("efd", "float"),
 }
 _NATIVE = "<" if sys.byteorder == "little" else ">"
+_NUMPY_NAMES = tuple(
+    f"{'|' if size == 1 else _NATIVE}{letter}{size}"
+    for letters, sizes in (("b", (1,)), ("iu", (1, 2, 4, 8)), ("f", (2, 4, 8)), ("c", (8, 16)))
+    for letter in letters
+    for size in sizes
+)
+"""Of numpy's names those that stand for a dtype that has another one."""
 
 
 class Described(NamedTuple):
@@ -32,6 +40,16 @@ def described(meta: bytes) -> Described:
     """Return what a value's description says. Raises `ValueError` when it is none."""
     name, shape = read_meta(meta)
     return Described(_common(name), tuple(shape))
+
+
+@functools.lru_cache(maxsize=256)
+def descriptions(value: Described) -> tuple[bytes, ...]:
+    """Every description that a value of that dtype and shape is saved with: by numpy's name, by
+    torch's, and b"" for one that was put as plain bytes."""
+    dtype, shape = value
+    names = [dtype, *(name for name in _NUMPY_NAMES if _common(name) == dtype)]
+    packed = [msgpack.packb([name, list(shape)]) for name in names]
+    return (*dict.fromkeys(packed), b"")
 
 
 def read_meta(meta: bytes) -> tuple[str, list[int]]:

@@ -92,6 +92,7 @@ class ValueGetter:
         nodes.check(now)
         values: list[Any] = []
         targets = [memoryview(out) if type(out) is bytearray else out for out in outs]
+        typed = _typed(targets)
         for attached in nodes.mapped:
             shm = attached.shm
             if isinstance(shm, UnmappedShm):
@@ -103,6 +104,9 @@ class ValueGetter:
                 found = self._read(attached, shm, wanted, into)
                 for i, value in zip(rest, found, strict=True):
                     values[i] = value
+        for i, out in typed:
+            if values and values[i] is not None:
+                values[i] = out.answer(values[i].nbytes)
         return values or [None] * len(keys)
 
     def _read(
@@ -185,6 +189,22 @@ class ValueGetter:
     def _lost(self, key: Key) -> None:
         self._reader.forget(key)
         self._reader.missed(MissReason.LOAD_FAILED)
+
+
+def _typed(targets: list[Any]) -> list[tuple[int, Out]]:
+    """Arrays and tensors among `targets`, which are replaced there by their memory. One that cannot
+    be written stays: whoever finds a value for it says so."""
+    typed: list[tuple[int, Out]] = []
+    for i, target in enumerate(targets):
+        if target is None or type(target) is memoryview:
+            continue
+        try:
+            out = Out(target)
+        except UsageError:
+            continue
+        targets[i] = out.target
+        typed.append((i, out))
+    return typed
 
 
 def _with_room(

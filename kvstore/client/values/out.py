@@ -9,7 +9,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvstore.client.values.dtypes import Described, described, of_format, of_numpy, of_torch
+from kvstore.client.values.dtypes import (
+    Described,
+    described,
+    descriptions,
+    of_format,
+    of_numpy,
+    of_torch,
+)
 from kvstore.client.values.tensors import tensor_bytes
 from kvstore.errors import UsageError
 from kvstore.types import Kind
@@ -56,6 +63,11 @@ class Out:
         if view.ndim != 1 or view.format.lstrip("@=<>!") not in _BYTE_FORMATS:
             self._is = Described(of_format(view.format, view.itemsize), tuple(view.shape or ()))
         return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+    @property
+    def target(self) -> memoryview | tuple[memoryview | bytes, ...]:
+        """This as what `BatchReader.read` writes to."""
+        return self.room if self._is is None else (self.room, *descriptions(self._is))
 
     @property
     def plain(self) -> bool:

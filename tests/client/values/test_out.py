@@ -7,7 +7,10 @@ import itertools
 import pytest
 
 from kvstore import UsageError
+from kvstore.client.values.dtypes import Described, descriptions, of_numpy, of_torch
 from kvstore.client.values.out import Out
+from kvstore.client.values.tensors import encode
+from kvstore.segment import batch_read
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -67,18 +70,50 @@ def calls(writer, reader, value, out):
     )
 
 
+class Counting:
+    """This reader of batches, and how many values it has read."""
+
+    suits_one = True
+
+    def __init__(self, reader):
+        self._reader, self.name, self.read_by_it = reader, reader.name, 0
+
+    def read(self, *arguments):
+        values = self._reader.read(*arguments)
+        self.read_by_it += len(values[0]) - values[0].count(None)
+        return values
+
+    def copy_each(self, *arguments):
+        self._reader.copy_each(*arguments)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    batches = Counting(batch_read.READER)
+    monkeypatch.setattr(batch_read, "READER", batches)
+    return batches
+
+
 def same_bytes(value, got):
     one = numpy.asarray(value) if value.__class__.__module__ == "numpy" else value
     return raw(got) == (one.tobytes() if isinstance(one, numpy.ndarray) else raw(one))
 
 
 @pytest.mark.parametrize("case", FITTING)
-def test_a_value_goes_into_what_has_its_dtype_and_shape(client, case):
+def test_a_value_goes_into_what_has_its_dtype_and_shape(client, case, batches):
     value, make = FITTING[case]
-    for _, put, get in calls(client, client, value, make):
+    outs = []
+
+    def remember():
+        outs.append(make())
+        return outs[-1]
+
+    for number, (_, put, get) in enumerate(calls(client, client, value, remember), 1):
         put()
         got = get()
         assert got == 1 if isinstance(got, int) else same_bytes(value, got)
+        assert same_bytes(value, outs[-1])
+        assert batches.read_by_it == number, "in one call for all of a batch"
     out = make()
     got = client.get("k", out)
     assert got is out or isinstance(got, memoryview)
@@ -106,10 +141,11 @@ def test_an_out_of_another_dtype_or_shape_is_refused_and_unchanged(client, case)
 
 @pytest.mark.parametrize("case", PLAIN)
 @pytest.mark.parametrize("more", [0, 10])
-def test_plain_bytes_take_every_value_that_fits(client, case, more):
+def test_plain_bytes_take_every_value_that_fits(client, case, more, batches):
     client.put("k", BF16)
     out = PLAIN[case](24 + more)
     got = client.get("k", out)
+    assert batches.read_by_it == 1
     assert raw(got) == raw(BF16)
     assert raw(out) == raw(BF16) + bytes(more)
     assert type(got) in (memoryview, type(out))
@@ -176,3 +212,29 @@ def test_every_pair_of_dtypes_of_one_size_is_told_apart():
         else:
             with pytest.raises(UsageError):
                 out.check(payload.kind, payload.meta, 8)
+
+
+NUMPY_DTYPES = [*"?bBhHiIlLqQefdgFDG", ">f4", ">i8", "<M8[s]", "<U3", "S5"]
+ML_DTYPES = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"]
+TORCH_DTYPES = sorted(
+    name for name, one in vars(torch).items() if isinstance(one, torch.dtype) and "q" not in name
+)
+
+
+@pytest.mark.parametrize("name", [*NUMPY_DTYPES, *ML_DTYPES])
+def test_an_arrays_description_is_among_those_of_its_dtype_and_shape(name):
+    dtype = numpy.dtype(getattr(ml_dtypes, name) if name in ML_DTYPES else name)
+    wanted = descriptions(Described(of_numpy(dtype), (2, 3)))
+    assert encode(numpy.zeros((2, 3), dtype)).meta in wanted
+    assert b"" in wanted
+    assert len(set(map(len, wanted))) == len(wanted), "one of a length is looked at"
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_a_tensors_description_is_among_those_of_its_dtype_and_shape(name):
+    dtype = getattr(torch, name)
+    try:
+        payload = encode(torch.empty((2, 3), dtype=dtype))
+    except (UsageError, RuntimeError, NotImplementedError):
+        pytest.skip("cannot be saved")
+    assert payload.meta in descriptions(Described(of_torch(dtype), (2, 3)))
