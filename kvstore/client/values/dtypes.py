@@ -17,11 +17,12 @@ _FORMATS = {
     **dict.fromkeys("efd", "float"),
 }
 _NATIVE = "<" if sys.byteorder == "little" else ">"
-_NUMPY_NAMES = tuple(
-    f"{'|' if size == 1 else _NATIVE}{letter}{size}"
-    for letters, sizes in (("b", (1,)), ("iu", (1, 2, 4, 8)), ("f", (2, 4, 8)), ("c", (8, 16)))
-    for letter in letters
-    for size in sizes
+_NUMPY_NAMES = (
+    *("|b1", "|i1", "|u1"),
+    *(
+        f"{_NATIVE}{name}"
+        for name in ["i2", "i4", "i8", "u2", "u4", "u8", "f1", "f2", "f4", "f8", "c8", "c16", "c32"]
+    ),
 )
 """Of numpy's names those that stand for a dtype that has another one."""
 

@@ -230,6 +230,7 @@ def test_an_arrays_description_is_among_those_of_its_dtype_and_shape(name):
     assert len(set(map(len, wanted))) == len(wanted), "one of a length is looked at"
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_a_tensors_description_is_among_those_of_its_dtype_and_shape(name):
     dtype = getattr(torch, name)
