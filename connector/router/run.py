@@ -7,6 +7,7 @@ import logging
 import sys
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from connector.router.discovery import SCHEME, Name
 from connector.router.prefix import Prefixes
@@ -18,6 +19,13 @@ EPILOG = """An engine is http://HOST:PORT, or http://HOST:PORT@NODE, where NODE 
 that it reads without a network: its name, or its host's as `kvstore stat` shows it. Requests go
 to the engine beside the longest prefix. dns+http://NAME:PORT is one engine at each address of
 NAME, looked up again and again. --prefill and --decode may be given several times."""
+
+
+def _of_the_router(record: logging.LogRecord) -> bool:
+    """Whether it tells of more than a client that speaks no HTTP: he hears so himself, and whoever
+    can connect would fill the log with tracebacks."""
+    raised = record.exc_info[1] if record.exc_info else None
+    return not isinstance(raised, HttpProcessingError)
 
 
 def main() -> int:
@@ -48,6 +56,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(_of_the_router)
     try:
         settings = RouterSettings(
             timeout_s=options.timeout_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,35 @@ def test_it_runs_outside_the_clone(words: list[str], tmp_path: Path, run_dir: Pa
         finally:
             process.terminate()
             process.wait(TIMEOUT_S)
+
+
+def test_who_speaks_no_http_fills_no_log(tmp_path: Path, run_dir: Path) -> None:
+    """aiohttp logs a traceback for each, and anybody who can connect may send thousands."""
+    pytest.importorskip("aiohttp")
+    with held_ports(1) as (port,):
+        command = [sys.executable, "-m", "connector.router", "--port", str(port)]
+        process = subprocess.Popen(
+            [*command, "--decode", "http://127.0.0.1:1@node-a"],
+            cwd=tmp_path,
+            env={**os.environ, "KVSTORE_RUN_DIR": str(run_dir)},
+            stderr=subprocess.PIPE,
+        )
+        try:
+            answer(f"http://127.0.0.1:{port}/engines", process)
+            for said in (
+                b"\xff\0\r\n\r\n",
+                b"GET /\xff HTT/1.1\r\n\r\n",
+                b"GET http://[ HTTP/1.1\r\n\r\n",
+            ):
+                with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as stranger:
+                    stranger.sendall(said)
+                    assert stranger.recv(1 << 16).startswith(b"HTTP/1.0 400")
+            answer(f"http://127.0.0.1:{port}/engines", process)
+        finally:
+            process.terminate()
+            _, log = process.communicate(timeout=TIMEOUT_S)
+    assert b"Traceback" not in log
+    assert b"Error handling request" not in log
 
 
 def test_without_aiohttp_it_says_what_to_install(
