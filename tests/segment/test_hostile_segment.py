@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hatch_build
+from kvstore.segment import batch_read
 
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_segment.py"
 SECONDS = "6"
@@ -48,7 +49,7 @@ def built(where: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> Path:
     monkeypatch.setenv("CFLAGS", flags)
     target = where / "_batch_read.abi3.so"
     try:
-        hatch_build.build(Path(hatch_build.ROOT / hatch_build.SOURCE), target)
+        hatch_build.build(batch_read.SOURCE, target)
     except hatch_build.CannotBuildError as e:
         pytest.skip(f"the compiled part cannot be built here: {e}")
     return target
