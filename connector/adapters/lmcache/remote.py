@@ -102,10 +102,14 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return f"<{type(self).__name__}>"
 
     async def _do(
-        self, work: Callable[[], T], otherwise: T, drop: Callable[[T], None] | None = None
+        self,
+        work: Callable[[], T],
+        otherwise: T,
+        drop: Callable[[T], None] | None = None,
+        failed: Callable[[], None] | None = None,
     ) -> T:
         """Return what `work` returns on a thread of ours; `drop` it where nobody waits for it any
-        more."""
+        more. `failed` is called when `work` raised or cannot be run, whoever waits."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -122,7 +126,12 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
                 if drop is not None:
                     drop(result)
 
-        self._tasks.submit(lambda: tell(work()), lambda: tell(otherwise))
+        def refuse() -> None:
+            if failed is not None:
+                failed()
+            tell(otherwise)
+
+        self._tasks.submit(lambda: tell(work()), refuse)
         return await answer
 
     # Whether a chunk is there
@@ -235,9 +244,12 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
             finally:
                 _release(memory_objs)
 
-        refused = await self._do(save, "the task failed, or too many are waiting")
-        if not began:
-            _release(memory_objs)
+        def never_began() -> None:
+            if not began:
+                _release(memory_objs)
+
+        why = "the task failed, or too many are waiting"
+        refused = await self._do(save, why, failed=never_began)
         if refused:
             raise PeerError(f"not all of {len(keys)} chunks are stored: {refused}")
 

@@ -203,6 +203,33 @@ def test_saving_holds_the_memory_no_longer_than_it_takes(engine: Engine) -> None
     assert [obj.get_ref_count() for obj in objs] == [1] * 3
 
 
+@pytest.mark.parametrize("given_up", ["while it waits", "when it was refused"])
+def test_trap_a_save_that_never_began_gives_the_memory_back(
+    engine: Engine,
+    loop: asyncio.AbstractEventLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    given_up: str,
+) -> None:
+    connector, (key,), obj = engine.connector, cache_keys(1), engine.chunk(1)
+    refuse: list[Any] = []
+    monkeypatch.setattr(connector._tasks, "submit", lambda task, failed: refuse.append(failed))
+
+    async def give_up() -> None:
+        saving = asyncio.ensure_future(connector.put(key, obj))
+        await asyncio.sleep(0)
+        assert obj.get_ref_count() == 2
+        if given_up == "when it was refused":
+            refuse.pop()()
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+
+    asyncio.run_coroutine_threadsafe(give_up(), loop).result(PATIENCE_S)
+    for failed in refuse:  # as when LMCache ends
+        failed()
+    assert obj.get_ref_count() == 1
+
+
 def test_what_is_removed_is_gone_and_listed_no_more(
     engine: Engine, loop: asyncio.AbstractEventLoop
 ) -> None:
