@@ -29,7 +29,7 @@ PIN_BATCH_KEYS = 1024
 
 
 class Promises:
-    """Pins blocks for requests until they are loaded. Used by the engine's thread."""
+    """Pins blocks until they are loaded; each promise has a number. Used by the engine's thread."""
 
     def __init__(self, store: BlockStore, shards: Sequence[Pages]) -> None:
         self._store = store
@@ -38,11 +38,10 @@ class Promises:
         self._count = 0
         self._fetching: WorkThread[list[bytes]] | None = None
 
-    def make(self, request_id: int, names: Sequence[bytes]) -> list[tuple[BlockRef, ...]]:
+    def make(self, number: int, names: Sequence[bytes]) -> list[tuple[BlockRef, ...]]:
         """Pin the leading blocks of `names` of which this host's node has every shard, and return
         where these are: for each shard, block after block. What comes after them is looked for on
         other hosts, in the background."""
-        self.end(request_id)
         names = names[: (LOCKED_KEYS_MAX - self._count) // len(self._shards)]
         if not names:
             return [() for _ in self._shards]
@@ -53,15 +52,15 @@ class Promises:
         kept = [tuple(ref for ref in row[:run] if ref is not None) for row in rows]
         self._unpin([ref for row in rows for ref in row[run:] if ref is not None])
         if run:
-            self._held[request_id] = [ref for row in kept for ref in row]
+            self._held[number] = [ref for row in kept for ref in row]
             self._count += run * len(rows)
         if run < count:
             self._fetch_later(list(names[run:]))
         return kept
 
-    def end(self, request_id: int) -> None:
-        """Let a request's blocks go; one that has none is passed over."""
-        held = self._held.pop(request_id, [])
+    def end(self, number: int) -> None:
+        """Let a promise's blocks go; one that has none is passed over."""
+        held = self._held.pop(number, [])
         self._count -= len(held)
         self._unpin(held)
 
@@ -84,8 +83,8 @@ class Promises:
         if self._fetching is not None:
             self._fetching.end()
             self._fetching.join(SHUTDOWN_TIMEOUT_S)
-        for request_id in list(self._held):
-            self.end(request_id)
+        for number in list(self._held):
+            self.end(number)
 
     def _fetch_later(self, names: list[bytes]) -> None:
         if self._fetching is None:

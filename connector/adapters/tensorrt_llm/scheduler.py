@@ -36,6 +36,8 @@ class _Request:
     stored: bool
     """Whether anything of it may be loaded or saved."""
     names: list[bytes]
+    promise: int
+    """Number of what it was offered: one that starts again has another."""
     tokens: list[int] = field(default_factory=list)
     """As the engine has reported them."""
     blocks: list[int] = field(default_factory=list)
@@ -61,9 +63,11 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         self._block_tokens = 0
         self._requests: dict[int, _Request] = {}
         self._step = 0
-        self._ends_at: deque[tuple[int, int, _Request]] = deque()
-        """Step from which on a request's promise is over, and the request; in order. One that
-        starts again has a promise of its own, with a time of its own."""
+        self._made = 0
+        """Promises until now."""
+        self._ends_at: deque[tuple[int, int]] = deque()
+        """Step from which on a promise is over whose blocks ranks were told to load, and its
+        number; in order. Its request may have ended, or started again, before."""
 
     def _ready(self) -> Promises | None:
         """Return where the worker of this process has its pool: without one nothing is known of
@@ -90,7 +94,8 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         salt = salt_of(request)
         tokens = list(request.get_tokens(0))
         names = [] if why else self._names([], tokens, salt)
-        state = _Request(request, salt, not why, names)
+        self._made += 1
+        state = _Request(request, salt, not why, names, self._made)
         self._requests[id_] = state
         size = self._block_tokens
         state.first = state.saved = -(-num_computed_tokens // size)
@@ -98,7 +103,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
             return 0, False
         # One token at least is computed: its output is wanted.
         last = (len(tokens) - 1) // size
-        state.refs = promises.make(id_, names[state.first : last])
+        state.refs = promises.make(state.promise, names[state.first : last])
         state.promised = len(state.refs[0])
         return state.promised * size, False
 
@@ -122,7 +127,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
             loaded = self._honoured(state)
             if run := self._run(data.request_id, state, state.first, state.first + loaded):
                 loads.append(replace(run, refs=tuple(row[:loaded] for row in state.refs)))
-            self._ends_at.append((self._step + HELD_STEPS, int(data.request_id), state))
+            self._ends_at.append((self._step + HELD_STEPS, state.promise))
             state.saved = state.first + loaded
             end = data.computed_position + data.num_scheduled_tokens
             self._plan_save(data.request_id, state, end + loaded * self._block_tokens, saves)
@@ -142,7 +147,8 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         return False
 
     def request_reset(self, request: Any) -> None:
-        """Forget the blocks of a request that starts again from its first token."""
+        """Forget the blocks of a request that starts again from its first token. What ranks were
+        told to load stays pinned until they have."""
         self._forget(int(request.request_id))
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
@@ -151,8 +157,8 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         if state is None:
             return
         state.promised = max(0, min(state.promised, start // self._block_tokens - state.first))
-        if not state.promised and self._promises is not None:
-            self._promises.end(int(request.request_id))
+        if not state.promised:
+            self._end_unless_told(state)
 
     def _note(self, state: _Request, data: Any) -> None:
         state.tokens += data.new_tokens
@@ -200,12 +206,17 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
             return []
 
     def _forget(self, id_: int) -> None:
-        self._requests.pop(id_, None)
-        if self._promises is not None:
-            self._promises.end(id_)
+        state = self._requests.pop(id_, None)
+        if state is not None:
+            self._end_unless_told(state)
+
+    def _end_unless_told(self, state: _Request) -> None:
+        """Let the blocks go that it was offered, unless ranks may be loading them just now."""
+        if self._promises is not None and not state.reported:
+            self._promises.end(state.promise)
 
     def _end_promises(self) -> None:
         while self._ends_at and self._ends_at[0][0] <= self._step:
-            _, id_, state = self._ends_at.popleft()
-            if self._promises is not None and self._requests.get(id_) is state:
-                self._promises.end(id_)
+            _, promise = self._ends_at.popleft()
+            if self._promises is not None:
+                self._promises.end(promise)

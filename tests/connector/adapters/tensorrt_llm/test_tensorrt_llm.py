@@ -231,6 +231,56 @@ def test_promises_end_with_the_step_and_with_the_request(
     while second.active:
         second.step()
     second.generate([PROMPT], 1)
+    assert store.pins() == 8, "a rank may still be loading"
+    second.generate([PROMPT[:3]], 3)
+    assert store.pins() == 0
+
+
+@pytest.mark.parametrize("how", ["preempted", "cancelled", "offer taken back", "asked again"])
+def test_trap_what_ranks_were_told_to_load_stays_pinned_until_they_have(
+    make: Make, store: MemoryBlockStore, how: str
+) -> None:
+    """Ranks are processes of their own: the slowest may not have begun with the orders that the
+    scheduler gave for this step when it hears that their request is over."""
+    make().generate([PROMPT])
+    second = make(ranks=1)
+    request = _request(second, PROMPT, 20)
+    evicted: list[bool] = []
+    load = second.workers[0].start_load_kv
+
+    def late(stream: object) -> None:
+        if how == "preempted":
+            second.scheduler.request_reset(request)
+        elif how == "cancelled":
+            second.scheduler.request_finished(request, request.blocks)
+        elif how == "offer taken back":
+            second.scheduler.cancel_load(request, 0, len(PROMPT))
+        else:
+            second.scheduler.get_num_new_matched_tokens(request, 0)
+        evicted.extend(store.evict(key) for key in store.sealed())
+        load(stream)
+
+    second.workers[0].start_load_kv = late
+    second.active += [request]
+    second.step()
+    assert not any(evicted[:8])
+    assert request.generated == alone(PROMPT, 1)
+    second.workers[0].start_load_kv = load
+    second.scheduler.request_finished(request, request.blocks)
+    second.active.clear()
+    second.generate([PROMPT[:3]], 4)
+    assert store.pins() == 0
+
+
+def test_a_promise_that_was_never_taken_ends_with_its_request(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    make().generate([PROMPT])
+    second = make()
+    request = _request(second, PROMPT, 20)
+    second.scheduler.get_num_new_matched_tokens(request, 0)
+    assert store.pins() == 8
+    second.scheduler.request_finished(request, [])
     assert store.pins() == 0
 
 
@@ -282,8 +332,10 @@ def test_a_block_missing_in_one_rank_ends_the_offer_before_it(
     first.generate([PROMPT])
     names = first.scheduler._names([], PROMPT, None)
     store.evict(first.workers[1]._pages.keys(names)[5])
-    (found,) = make(ranks=2).generate([PROMPT])
+    second = make(ranks=2)
+    (found,) = second.generate([PROMPT])
     assert (found.generated, found.cached) == (alone(PROMPT, ranks=2), 5 * BLOCK)
+    second.generate([PROMPT[:3]], 1)
     assert store.pins() == 0
 
 
