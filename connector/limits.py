@@ -234,6 +234,8 @@ ROUTER_BODY_BYTES_MAX: Count = 16 << 20
 """One request's body."""
 ROUTER_LISTS_MAX: Count = 1 << 18
 """Lists and objects in it, counted by their brackets, those in texts too."""
+ROUTER_VALUES_MAX: Count = 1 << 20
+"""Values in it, counted by their commas, those in texts too: the tokens of the longest prompts."""
 ROUTER_BODY_TIMEOUT_S: Seconds = 30.0
 """How long a body may take to come, of a request's time."""
 ROUTER_ANSWER_BYTES_MAX: Count = 64 << 20

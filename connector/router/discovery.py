@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from connector.router.routing import DOWN_S, Engine, EngineFleet, Role
@@ -19,6 +20,8 @@ log = logging.getLogger("kvstore.router")
 
 SCHEME = "dns+http://"
 EVERY_S = 2.0
+LOOK_UP_TIMEOUT_S = 5.0
+"""How long a name's answer is waited for; it is waited for again at the next look-up."""
 UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA)
 """Answers of a name server by which there is nobody; after others nobody knows."""
 
@@ -33,6 +36,8 @@ class Name:
     at: str
     found: list[Engine] = field(default_factory=list)
     """At the last look-up that was answered."""
+    _asked: asyncio.Future[list[Any]] | None = None
+    """A question without an answer yet. It holds a thread: there is one at a time."""
 
     @classmethod
     def parse(cls, role: Role, text: str) -> Name:
@@ -50,10 +55,12 @@ class Name:
     async def engines(self) -> list[Engine]:
         """None at all while there is no such name; those of before while nobody can be asked.
         Those that are new are passed over until they have answered a probe."""
-        loop = asyncio.get_running_loop()
         down_until = time.monotonic() + DOWN_S
         try:
-            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            found = await self._look_up()
+        except TimeoutError:
+            log.warning("%s: no name server answers", self.host)
+            return self.found
         except OSError as e:
             if e.errno in UNKNOWN:
                 self.found = []
@@ -67,6 +74,18 @@ class Name:
             for host in hosts
         ]
         return self.found
+
+    async def _look_up(self) -> list[Any]:
+        if self._asked is None:
+            question = asyncio.get_running_loop().getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )
+            self._asked = asyncio.ensure_future(question)
+        done, _ = await asyncio.wait([self._asked], timeout=LOOK_UP_TIMEOUT_S)
+        if not done:
+            raise TimeoutError
+        asked, self._asked = self._asked, None
+        return asked.result()
 
 
 async def resolve(names: list[Name], fleet: EngineFleet) -> None:

@@ -30,6 +30,7 @@ from connector.limits import (
     ROUTER_IN_FLIGHT_MAX,
     ROUTER_LISTS_MAX,
     ROUTER_TOKENIZE_TIMEOUT_S,
+    ROUTER_VALUES_MAX,
 )
 from connector.router.blocks import BlocksAsked, UnknownModelError, where_blocks
 from connector.router.bodies import (
@@ -190,6 +191,8 @@ class Router:
                     raw = await request.read()
                 if raw.count(b"[") + raw.count(b"{") > ROUTER_LISTS_MAX:
                     return _error(413, f"more than {ROUTER_LISTS_MAX} lists and objects")
+                if raw.count(b",") > ROUTER_VALUES_MAX:
+                    return _error(413, f"more than {ROUTER_VALUES_MAX} values")
                 body = json.loads(raw)
             except web.HTTPRequestEntityTooLarge:
                 return _error(413, f"the body has more than {ROUTER_BODY_BYTES_MAX} bytes")

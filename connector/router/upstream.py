@@ -152,7 +152,10 @@ class Upstream:
                 return None
         try:
             # Off the loop: the answer to a long prompt may be long.
-            found = await asyncio.to_thread(json.loads, raw)
+            async with asyncio.timeout(deadline - time.monotonic()):
+                found = await asyncio.to_thread(json.loads, raw)
+        except TimeoutError as e:
+            raise TooLateError(f"{engine.url}: no thread has read its answer in time") from e
         except (ValueError, RecursionError) as e:
             raise EngineFailedError(f"{engine.url}{path} answered no JSON") from e
         if not isinstance(found, dict):

@@ -16,7 +16,7 @@ from fake_engines import FakeEngine, saver, talk  # noqa: E402
 from routed import FOUND, PATIENCE_S, routed  # noqa: E402
 
 from connector import PromptKeys  # noqa: E402
-from connector.limits import ROUTER_LISTS_MAX  # noqa: E402
+from connector.limits import ROUTER_LISTS_MAX, ROUTER_VALUES_MAX  # noqa: E402
 from connector.router import server  # noqa: E402
 from connector.router.routing import Engine, Role  # noqa: E402
 
@@ -113,17 +113,19 @@ def test_a_body_that_is_slow_to_come_has_less_time_than_a_request(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])
-@pytest.mark.parametrize("element", ["[]", "{}", '{"a":[1]}'])
-def test_a_body_of_very_many_lists_is_refused_before_they_are_made(
+@pytest.mark.parametrize("element", ["[]", "{}", '{"a":[1]}', "1"])
+def test_a_body_of_very_many_values_is_refused_before_they_are_made(
     no_index: Locator, path: str, element: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 MiB of empty lists are 6 million objects, and the loop makes them in one go."""
+    """16 MiB of empty lists are 6 million objects, and of digits 8 million: the loop makes them in
+    one go."""
     made: list[int] = []
     loads = server.json.loads
     monkeypatch.setattr(
         server.json, "loads", lambda raw, **how: made.append(len(raw)) or loads(raw, **how)
     )
-    raw = f'{{"model": "m", "tokens": [{",".join([element] * ROUTER_LISTS_MAX)}]}}'
+    count = ROUTER_VALUES_MAX + 1 if element == "1" else ROUTER_LISTS_MAX
+    raw = f'{{"model": "m", "tokens": [{",".join([element] * count)}]}}'
 
     async def scenario() -> None:
         async with routed(no_index, [], []) as router, aiohttp.ClientSession() as session:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import socket
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,9 @@ from aiohttp import web  # noqa: E402
 from fake_engines import TOKENS, FakeEngine, saver, silent, talk  # noqa: E402
 from routed import DECODE, FOUND, PATIENCE_S, PREFILL, routed  # noqa: E402
 
-from connector.router import prefix, server, upstream  # noqa: E402
+from connector.router import discovery, prefix, server, upstream  # noqa: E402
 from connector.router.discovery import Name, resolve  # noqa: E402
-from connector.router.routing import EngineFleet, Role  # noqa: E402
+from connector.router.routing import Engine, EngineFleet, Role  # noqa: E402
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +216,60 @@ def test_a_name_that_cannot_be_looked_up_for_now_keeps_its_engines(
             await resolve(names, fleet)
             seen.append([engine.url.split("//")[1] for engine in fleet.engines])
         assert seen == [["10.0.0.1:8000"], ["10.0.0.1:8000"], ["10.0.0.2:8000"], []]
+
+    asyncio.run(scenario())
+
+
+def test_a_name_server_that_does_not_answer_holds_no_other_name_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def scenario() -> None:
+        loop, fleet = asyncio.get_running_loop(), EngineFleet()
+        answer: asyncio.Future[list[Any]] = loop.create_future()
+
+        async def getaddrinfo(host: str, port: int, **options: Any) -> Any:
+            asked.append(host)
+            return await answer if host == "slow" else [(0, 0, 0, "", ("10.0.0.1", port))]
+
+        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(discovery, "LOOK_UP_TIMEOUT_S", 0.05)
+        names = [Name.parse(Role.DECODE, f"dns+http://{host}:8000") for host in ("slow", "good")]
+        for _ in range(3):
+            await asyncio.wait_for(resolve(names, fleet), PATIENCE_S)
+            assert [engine.url for engine in fleet.engines] == ["http://10.0.0.1:8000"]
+        assert asked.count("slow") == 1, "each question has a thread until it is answered"
+        answer.set_result([(0, 0, 0, "", ("10.0.0.2", 8000))])
+        await resolve(names, fleet)
+        assert {engine.url for engine in fleet.engines} == {
+            "http://10.0.0.1:8000",
+            "http://10.0.0.2:8000",
+        }
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_no_thread_reads_in_time_is_too_late(
+    no_index: Locator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads are few, and name servers that do not answer hold them."""
+    go_on = threading.Event()
+    monkeypatch.setattr(upstream, "json", SimpleNamespace(loads=lambda raw: go_on.wait(PATIENCE_S)))
+
+    async def scenario() -> None:
+        engine = FakeEngine(talk)
+        async with routed(no_index, [], [engine]):
+            up = upstream.Upstream()
+            one = Engine(engine.url, Role.DECODE)
+            body = {"model": "m", "prompt": list(TOKENS)}
+            try:
+                with pytest.raises(upstream.TooLateError):
+                    await up.ask(one, "/v1/completions", body, {}, time.monotonic() + 1.0)
+                assert not go_on.is_set()
+            finally:
+                go_on.set()
+                await up.close()
 
     asyncio.run(scenario())
 
