@@ -32,7 +32,7 @@ LONG_FILES = {
     "kvstore/cuda/bindings.py": 520,
     "kvstore/node/daemon.py": 700,
     "kvstore/nodedir.py": 430,
-    "kvstore/segment/batch_read.c": 490,
+    "kvstore/segment/batch_read.c": 530,
     "scripts/lib/engines.py": 430,
 }
 """Files that may be longer, and how long. Why, each says in its own docstring."""
