@@ -41,7 +41,7 @@ from connector.work_thread import WorkThread
 from kvstore import BlockRef, BlockStore, Key, LookupResult, Missing, MissReason
 
 if TYPE_CHECKING:
-    from connector.layout.geometry import StoreLayout
+    from connector.layout.geometry import Split, StoreLayout
     from connector.scheduler.lazy_store import LazyStore
 
 log = logging.getLogger(__name__)
@@ -221,14 +221,13 @@ class Lookups:
         if len(lookup.hashes) // per_key > blocks:
             lookup.part = None
         part = [] if lookup.part is None else [lookup.part]
-        keys = [
-            [
-                [ns.engine_keys(hashes, per_key) + ns.engine_keys(part) for ns in split.namespaces]
-                for split in group.splits
-            ]
-            for group in layout.groups
-        ]
-        lookup.keys = tuple(tuple(shard[:blocks] for shard in group[0]) for group in keys)
+
+        def keys_of(split: Split) -> list[list[Key]]:
+            names = split.namespaces
+            return [name.engine_keys(hashes, per_key) + name.engine_keys(part) for name in names]
+
+        finder = Finder([group.splits for group in layout.groups], keys_of)
+        lookup.keys = tuple(tuple(shard[:blocks] for shard in own) for own in finder.own_keys())
         if store is None:
             lookup.short = MissReason.NO_STORE
             return None
@@ -237,7 +236,6 @@ class Lookups:
         if lookup.given_up:
             lookup.short = MissReason.DEADLINE
             return None
-        finder = Finder(keys)
         self._found(lookup, finder.here(partial(store.lookup, timeout_s=0.0)), finder)
         if lookup.run == blocks and None not in lookup.part_placement:
             return None
@@ -283,12 +281,24 @@ class Finder:
     None where `here` found all. The first asks for all shards of the engine's own split
     and for the first shard of every other: a writer whose first shard is missing has nothing
     to give. Only when another writer may fill a gap, its other shards are asked for.
+
+    Keys of other splits are made when they are asked for: a prompt that is here needs none.
     """
 
-    def __init__(self, keys: Sequence[Sequence[Sequence[Sequence[Key]]]]) -> None:
-        """`keys` are per group, split, shard and block; the first split is preferred."""
-        self._keys = keys
+    def __init__(
+        self, splits: Sequence[Sequence[Split]], keys_of: Callable[[Split], list[list[Key]]]
+    ) -> None:
+        """`splits` are those of each group, the preferred one first; `keys_of` one gives its keys
+        per shard and block."""
+        self._splits = splits
+        self._keys_of = keys_of
+        self._keys = [[keys_of(group[0])] for group in splits]
+        """Per group, split, shard and block."""
         self._found: dict[Key, BlockRef] = {}
+
+    def own_keys(self) -> list[list[list[Key]]]:
+        """Return the keys of the preferred split, per group, shard and block."""
+        return [group[0] for group in self._keys]
 
     def here(self, ask: Ask) -> tuple[tuple[Placed | None, ...], ...]:
         """Return what `ask`, which waits for nobody, finds of the engine's own split."""
@@ -296,6 +306,9 @@ class Finder:
         return self._placement()
 
     def __call__(self, ask: Ask) -> tuple[tuple[Placed | None, ...], ...]:
+        """Return what `ask` finds of any split."""
+        for group, splits in zip(self._keys, self._splits, strict=True):
+            group += [self._keys_of(split) for split in splits[len(group) :]]
         self._look_up(
             ask,
             (

@@ -34,6 +34,7 @@ from connector.work_thread import WorkThread
 from kvstore import (
     BlockRef,
     BlockStore,
+    Key,
     KVStoreError,
     PutResult,
     PutStatus,
@@ -44,7 +45,7 @@ from kvstore import (
 )
 
 if TYPE_CHECKING:
-    from connector.layout.geometry import StoreLayout
+    from connector.layout.geometry import Split, StoreLayout
     from connector.messages import EngineRequest
     from connector.scheduler.lazy_store import LazyStore
 
@@ -131,11 +132,11 @@ class Prefetcher:
     def _elsewhere(self, hashes: Sequence[bytes], store: BlockStore) -> list[Wanted]:
         """Return what a load of the longest prefix there is would read from other hosts."""
         layout, per_key = self._layout, self._layout.hashes_per_key
-        keys = [
-            [[ns.engine_keys(hashes, per_key) for ns in split.namespaces] for split in group.splits]
-            for group in layout.groups
-        ]
-        placement = Finder(keys)(store.lookup)
+
+        def keys_of(split: Split) -> list[list[Key]]:
+            return [ns.engine_keys(hashes, per_key) for ns in split.namespaces]
+
+        placement = Finder([group.splits for group in layout.groups], keys_of)(store.lookup)
         tokens = len(hashes) * layout.hash_block_tokens + 1
         run = usable_run(placement, {}, layout, tokens)
         wanted: list[Wanted] = []

@@ -127,10 +127,11 @@ class Side:
         clock: Callable[[], float] = time.monotonic,
         pinned_blocks_max: int = 1000,
         lookup_timeout_s: float = PATIENCE_S,
+        tp_sizes: Sequence[int] = (),
         **settings: Any,
     ) -> None:
         self.store = store
-        self.layout = layout(topology)
+        self.layout = layout(topology, tp_sizes)
         self.pins = FakePins()
         self.core = SchedulerCore(
             LazyStore(lambda: store),

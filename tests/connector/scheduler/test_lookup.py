@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from connector_parts import BLOCK, Clock, Hold, Side, prompt
 
 from connector.limits import LOOKUP_TIMEOUT_S
-from kvstore import MissReason
+from kvstore import Key, MissReason, Namespace
 from kvstore.testing.blockstore import MemoryBlockStore
 
 
@@ -99,3 +99,28 @@ def test_what_is_here_is_found_though_no_thread_has_come_to_look(
     for request in (whole, longer):
         assert side.core.match(request, 0) == 3 * BLOCK
     assert side.store.match_calls == 0
+
+
+def test_keys_of_other_sizes_of_engines_are_made_for_the_index_alone(
+    store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be made in the engine's thread, and most prompts are here or nowhere."""
+    side = Side(store, tp_sizes=(1, 2))
+    (group,) = side.layout.groups
+    own, *others = (split.namespaces for split in group.splits)
+    assert others
+    made: list[Namespace] = []
+    keys_of = Namespace.engine_keys
+
+    def engine_keys(name: Namespace, hashes: Sequence[bytes], each: int = 1) -> list[Key]:
+        made.append(name)
+        return keys_of(name, hashes, each)
+
+    monkeypatch.setattr(Namespace, "engine_keys", engine_keys)
+    here(side, seed=1, blocks=3)
+    made.clear()
+    assert side.match(prompt(3, extra=1, seed=1)) == 3 * BLOCK
+    assert set(made) == set(own)
+    assert side.match(prompt(3, extra=1, seed=2)) == 0
+    assert set(made) == {name for names in (own, *others) for name in names}
+    side.core.close()
