@@ -53,6 +53,9 @@ class GatedReader:
         assert self.open.wait(30)
         return self._reader.read(*arguments)
 
+    def records(self, *arguments):
+        return self._reader.records(*arguments)
+
     def copy_each(self, targets, sources):
         self.entered.set()
         assert self.open.wait(30)

@@ -128,7 +128,7 @@ def test_any_record_over_any_header_is_a_place_inside_the_segment_or_none(
     folder = tmp_path_factory.mktemp("place")
     owned = OwnedShm(folder / "s", BLOCK)
     shm = AttachedShm(owned.data_path, owned.head_path)
-    attached = Attached(None, shm, NodeDir(folder, "node"), ours=True)  # type: ignore[arg-type]
+    attached = Attached(BLOCK, shm, NodeDir(folder, "node"), ours=True)  # type: ignore[arg-type]
     reader = Reader(MemoryIndex(), _Nodes(attached))  # type: ignore[arg-type]
     if agree:  # so that more than the first comparison is reached
         location = location._replace(node_id=7, epoch=3, segment=0, slot=at, generation=seen[0])

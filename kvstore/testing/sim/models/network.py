@@ -63,12 +63,12 @@ class Wire:
         self._loop = loop
         self._arrives_at = [0.0, 0.0]
         self.broken = False
-        self._ended = False
+        self.ended = False
         """The node was told that it is broken."""
 
     def to_node(self, data: bytes) -> None:
         def deliver() -> None:
-            if not self._ended:
+            if not self.ended:
                 self._loop.call_soon(self._connection.data_received, data)
 
         self._carry(ASKS, data, deliver)
@@ -105,7 +105,7 @@ class Wire:
         self._world.at(at, self._end)
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = True
         self._loop.call_soon(self._connection.connection_lost, None)
 
 
@@ -121,6 +121,9 @@ class SimTransport:
     def write(self, data: bytes) -> None:
         assert self.wire is not None
         self.wire.to_client(data)
+
+    def is_closing(self) -> bool:
+        return self.wire is None or self.wire.ended
 
     def get_write_buffer_size(self) -> int:
         return 0
