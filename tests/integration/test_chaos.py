@@ -18,6 +18,7 @@ from synthetic import SyntheticDriver
 
 from kvstore import Client
 from kvstore.client.local.writer import Writer
+from kvstore.client.values import put_pipeline
 from kvstore.client.values.put_pipeline import unless
 from kvstore.testing.crash import workers
 
@@ -199,6 +200,7 @@ def given_up(engine, prompt, monkeypatch):
     """Ask, and give it up when one block of its save is copied."""
     wanted = iter([True] * (plan.BLOCKS + 2))
     with monkeypatch.context() as patched:
+        patched.setattr(put_pipeline, "COPY_BYTES", 1)  # so that each is a copy of its own
         patched.setattr(
             synthetic, "unless", lambda _, call: unless(lambda: not next(wanted, False), call)
         )
