@@ -27,16 +27,22 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def channel(tmp_path):
-    """To a stopped node: the kernel takes connections, and nobody answers."""
+def listening(tmp_path):
+    """A channel, and what it connects to: the kernel takes connections, and nobody answers yet."""
     directory = NodeDir(tmp_path, "node")
     directory.leases.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(directory.socket))
         server.listen(8)
         channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
-        yield channel
+        yield channel, server
         channel.close()
+
+
+@pytest.fixture
+def channel(listening):
+    """To a stopped node."""
+    return listening[0]
 
 
 def test_asking_whether_a_stopped_node_answers_again_costs_no_whole_deadline(channel):
@@ -49,37 +55,25 @@ def test_asking_whether_a_stopped_node_answers_again_costs_no_whole_deadline(cha
         channel.request(Op.STAT)
 
 
-def test_a_caller_in_a_hurry_does_not_keep_others_from_a_node(tmp_path):
+def test_a_caller_in_a_hurry_does_not_keep_others_from_a_node(listening):
     """Else a `clear` with a time-out of 20 ms would have the puts of a second rejected."""
-    directory = NodeDir(tmp_path, "node")
-    directory.leases.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(directory.socket))
-        server.listen(8)
-        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
-        with deadlines.until(time.monotonic() + 0.01), pytest.raises(DeadlineError):
-            channel.request(Op.STAT)
-        threading.Thread(target=answer_all, args=(server,), daemon=True).start()
-        assert channel.request(Op.STAT) is None
-        channel.close()
+    channel, server = listening
+    with deadlines.until(time.monotonic() + 0.01), pytest.raises(DeadlineError):
+        channel.request(Op.STAT)
+    threading.Thread(target=answer_all, args=(server,), daemon=True).start()
+    assert channel.request(Op.STAT) is None
 
 
-def test_a_hurried_answer_that_does_not_come_keeps_nobody_from_a_node(tmp_path):
-    directory = NodeDir(tmp_path, "node")
-    directory.leases.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(directory.socket))
-        server.listen(8)
-        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
-        silent = threading.Event()
-        threading.Thread(target=answer_all, args=(server, silent), daemon=True).start()
-        assert channel.request(Op.STAT) is None
-        silent.set()
-        with deadlines.until(time.monotonic() + 0.01), pytest.raises(DeadlineError):
-            channel.request(Op.STAT)
-        silent.clear()
-        assert channel.request(Op.STAT) is None
-        channel.close()
+def test_a_hurried_answer_that_does_not_come_keeps_nobody_from_a_node(listening):
+    channel, server = listening
+    silent = threading.Event()
+    threading.Thread(target=answer_all, args=(server, silent), daemon=True).start()
+    assert channel.request(Op.STAT) is None
+    silent.set()
+    with deadlines.until(time.monotonic() + 0.01), pytest.raises(DeadlineError):
+        channel.request(Op.STAT)
+    silent.clear()
+    assert channel.request(Op.STAT) is None
 
 
 def test_a_node_that_lets_its_whole_time_pass_is_not_asked_again_at_once(channel):
@@ -90,19 +84,13 @@ def test_a_node_that_lets_its_whole_time_pass_is_not_asked_again_at_once(channel
         channel.request(Op.STAT)
 
 
-def test_what_could_not_be_said_in_passing_does_not_keep_requests_from_a_node(tmp_path):
+def test_what_could_not_be_said_in_passing_does_not_keep_requests_from_a_node(listening):
     """Saying may wait a moment only, which a node without a processor does not answer in."""
-    directory = NodeDir(tmp_path, "node")
-    directory.leases.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(directory.socket))
-        server.listen(8)
-        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
-        assert not channel.say(Op.TOUCH, b"")
-        threading.Thread(target=answer_all, args=(server,), daemon=True).start()
-        assert channel.request(Op.STAT) is None
-        assert channel.say(Op.TOUCH, b"")
-        channel.close()
+    channel, server = listening
+    assert not channel.say(Op.TOUCH, b"")
+    threading.Thread(target=answer_all, args=(server,), daemon=True).start()
+    assert channel.request(Op.STAT) is None
+    assert channel.say(Op.TOUCH, b"")
 
 
 def test_saying_in_passing_waits_once_for_a_stopped_node_and_not_each_time(channel):
