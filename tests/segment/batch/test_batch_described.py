@@ -3,20 +3,16 @@ description only (kvstore/segment/batch_read.py); in Python and compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_readers import READERS, reader_of
 
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.batch_read import BatchReader
-from kvstore.segment.header import FREE, Superblock
+from kvstore.segment.header import FREE
 from kvstore.segment.shm import OwnedShm
 
-SIZE = 128 << 10
 SLOT = 3
 DATA, META = bytes(range(250)) * 4, b"described"
 
@@ -26,25 +22,6 @@ def key_of(hint: int) -> bytes:
 
 
 KEY = key_of(9)
-
-
-@pytest.fixture(params=READERS)
-def reader(request: pytest.FixtureRequest) -> BatchReader:
-    return reader_of(request.param)
-
-
-@pytest.fixture
-def owned(tmp_path: Path) -> Iterator[OwnedShm]:
-    segment = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, SIZE))
-    yield segment
-    segment.close()
-
-
-@pytest.fixture
-def shm(owned: OwnedShm) -> Iterator[AttachedShm]:
-    attached = AttachedShm(owned.data_path, owned.head_path)
-    yield attached
-    attached.close()
 
 
 def save(owned: OwnedShm, meta: bytes = META, slot: int = SLOT, key: bytes = KEY) -> None:

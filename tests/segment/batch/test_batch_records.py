@@ -42,13 +42,6 @@ def owned(tmp_path: Path) -> Iterator[OwnedShm]:
     segment.close()
 
 
-@pytest.fixture
-def shm(owned: OwnedShm) -> Iterator[AttachedShm]:
-    attached = AttachedShm(owned.data_path, owned.head_path)
-    yield attached
-    attached.close()
-
-
 def seal(owned: OwnedShm, key: bytes = KEY, at: Location = HERE, meta: int = 0) -> Location:
     checksum = at.checksum
     owned.apply(Seal(at.slot, at.generation, key, at.length, at.granule, 1, meta, checksum, 5))
