@@ -95,9 +95,14 @@ STREAM_FRAME_BYTES_MAX = 1 << 20
 """A request over a stream without its payload."""
 STREAM_CONNECTIONS_PER_NODE: Threads = 4
 """Connections that one client keeps to one node: requests at the same time."""
+STREAM_CONNECTIONS_PER_READ: Threads = 3
+"""Connections to one node that the blocks of one call come by, where this process has two cores
+for each and other calls leave them."""
+STREAM_SHARE_BYTES: Count = 8 << 20
+"""What is worth a connection more."""
 STREAM_NODES_AT_ONCE: Threads = 64
-"""Nodes that one call reads from, and that one client tries again, at the same time: each has a
-thread, which a silent node keeps for a whole deadline."""
+"""Nodes (and shares of one) that one client reads from, and those that it tries again, at the same
+time: each has a thread, which a silent node keeps for a whole deadline."""
 STREAM_UNPROVEN_MAX: Threads = 64
 """Connections that have not proved to know the secret yet, besides `STREAM_CONNECTIONS_MAX`."""
 STREAM_UNPROVEN_PER_ADDRESS_MAX: Threads = 32

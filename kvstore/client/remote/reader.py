@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from kvstore.batches import in_batches
 from kvstore.circuit_breaker import BreakerState
-from kvstore.client.remote.peers import HURRIED_SHARE, Peers
+from kvstore.client.remote.peers import HURRIED_SHARE, PROBE_TIMEOUT_S, Peers
+from kvstore.client.remote.shares import by_node, connections_per_read, in_shares
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram.nodes import VramNodes
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
 from kvstore.index.base import Index
-from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_NODES_AT_ONCE
+from kvstore.limits import (
+    STREAM_BATCH_BYTES_MAX,
+    STREAM_BLOCKS_MAX,
+    STREAM_NODES_AT_ONCE,
+    STREAM_SHARE_BYTES,
+)
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op, join_keys
@@ -103,18 +110,30 @@ class RemoteNodes(Peers):
 
     def read(self, wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
         """Return one outcome per block; all nodes at the same time, each in batches with deadlines,
-        and all of it by one deadline, whatever is asked for."""
-        total_bytes = sum(one.location.length for one in wanted)
+        large ones by several connections, and all of it by one deadline, whatever is asked for."""
+        sizes = [one.location.length for one in wanted]
+        total_bytes = sum(sizes)
         give_up_at = time.monotonic() + self.timeout_s(total_bytes)
         deadline = give_up_at if deadline is None else min(deadline, give_up_at)
         outcomes: list[Outcome] = [Outcome(Read.FAILED)] * len(wanted)
+        parts = by_node([one.location for one in wanted])
+        if total_bytes >= 2 * STREAM_SHARE_BYTES:
+            parts = [
+                share
+                for which in parts
+                for share in in_shares(
+                    which, sizes, self._connections(wanted[which[0]].location, deadline)
+                )
+            ]
+        parts_of = Counter(wanted[which[0]].location.node_id for which in parts)
 
-        def read_node(which: list[int]) -> None:
+        def read_part(which: list[int]) -> None:
             batch = [wanted[i] for i in which]
-            for i, outcome in zip(which, self._read_node(batch, deadline), strict=True):
+            at_once = parts_of[batch[0].location.node_id]
+            for i, outcome in zip(which, self._read_node(batch, deadline, at_once), strict=True):
                 outcomes[i] = outcome
 
-        self._at_every_node([one.location for one in wanted], read_node)
+        self._at_once(parts, read_part)
         return outcomes
 
     def there(
@@ -133,7 +152,7 @@ class RemoteNodes(Peers):
                 for i, answer in zip(batch, answers, strict=True):
                     found[i] = answer
 
-        self._at_every_node([location for _, location in blocks], look_at_node)
+        self._at_once(by_node([location for _, location in blocks]), look_at_node)
         return found
 
     def _look(self, blocks: Sequence[tuple[Key, Location]], deadline: float) -> list[bool]:
@@ -157,14 +176,10 @@ class RemoteNodes(Peers):
             self._answered(known)
         return answers
 
-    def _at_every_node(
-        self, locations: Sequence[Location], work: Callable[[list[int]], None]
-    ) -> None:
-        """Call `work` with the numbers of each node's locations, all nodes at the same time."""
-        by_node: dict[tuple[int, int], list[int]] = {}
-        for i, location in enumerate(locations):
-            by_node.setdefault((location.node_id, location.epoch), []).append(i)
-        first, *others = by_node.values()
+    def _at_once(self, parts: Sequence[list[int]], work: Callable[[list[int]], None]) -> None:
+        """Call `work` with each of `parts`, all at the same time. What runs in there makes no parts
+        of its own: it would hold one of the threads that these wait for."""
+        first, *others = parts
         pending = [task for which in others if (task := self._start(work, which)) is not None]
         try:
             work(first)
@@ -198,7 +213,22 @@ class RemoteNodes(Peers):
                 self._workers = ThreadPoolExecutor(STREAM_NODES_AT_ONCE, "kvstore-remote")
             return self._workers
 
-    def _read_node(self, wanted: Sequence[Wanted], deadline: float) -> list[Outcome]:
+    def _connections(self, at: Location, deadline: float) -> int:
+        """Return by how many connections a large read of that node comes: one, unless it is read
+        by streams, and more of them are open or can be opened at once."""
+        most, now = connections_per_read(), time.monotonic()
+        if most == 1 or (self.vram is not None and self.vram.node(at.node_id, at.epoch, now)):
+            return 1
+        announcement = self.node(at.node_id, at.epoch, now)
+        if announcement is None or self._ways(announcement)[0][0] != STREAM:
+            return 1
+        until = min(now + PROBE_TIMEOUT_S, deadline)
+        return max(self.stream.keep_ready(announcement, most, until), 1)
+
+    def _read_node(
+        self, wanted: Sequence[Wanted], deadline: float, at_once: int = 1
+    ) -> list[Outcome]:
+        """Return one outcome per block of one node, from which `at_once` such calls read."""
         if self.vram is not None:
             at, now = wanted[0].location, time.monotonic()
             announcement = self.vram.node(at.node_id, at.epoch, now)
@@ -207,15 +237,18 @@ class RemoteNodes(Peers):
                 return self.vram.read(announcement, wanted, min(give_up_at, deadline))
         outcomes: list[Outcome] = []
         for batch in _batches(wanted):
-            outcomes += self._read_batch(batch, deadline)
+            outcomes += self._read_batch(batch, deadline, at_once)
         return outcomes
 
-    def _read_batch(self, batch: Sequence[Wanted], deadline: float) -> Sequence[Outcome]:
+    def _read_batch(
+        self, batch: Sequence[Wanted], deadline: float, at_once: int = 1
+    ) -> Sequence[Outcome]:
         now = time.monotonic()
         location = batch[0].location
         announcement = self.node(location.node_id, location.epoch, now)
         known = self.directory.get(location.node_id)
-        left_s = self.timeout_s(sum(one.location.length for one in batch))
+        # Those that read beside this one have as much of the link.
+        left_s = self.timeout_s(at_once * sum(one.location.length for one in batch))
         left_s = min(left_s, deadline - now)
         with self._lock:
             ready = (

@@ -141,6 +141,15 @@ class StreamTransport:
             old.close()
         return pool
 
+    def keep_ready(self, node: Announcement, count: int, deadline: float) -> int:
+        """Return how many connections to that start of `node` a caller may now use at the same
+        time, at most `count`; those that are missing are opened until `deadline`. One is left to
+        whoever comes meanwhile. What cannot be opened is no fault of the node: it may be full."""
+        try:
+            return self.pool(node).keep_ready(count, deadline)
+        except NodeUnavailableError:
+            return 0
+
     def hung_up(self, node: Announcement) -> bool:
         """Whether that start of `node` has ended a connection that was kept for later."""
         pool = self._pools.get(_pool_of(node))
@@ -266,6 +275,18 @@ class Pool:
             if channel.quiet():
                 return channel
             channel.close()  # the node hung up, or says what nobody asked for
+
+    def keep_ready(self, count: int, deadline: float) -> int:
+        ready: list[Channel] = []
+        try:
+            while len(ready) < count and len(self._places) < STREAM_CONNECTIONS_PER_NODE - 1:
+                ready.append(self.take(deadline))
+        except PeerError:
+            pass
+        finally:
+            for channel in ready:
+                self.give(channel, True)
+        return len(ready)
 
     def hung_up(self) -> bool:
         with self._lock:
