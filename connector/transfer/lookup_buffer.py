@@ -2,8 +2,8 @@
 
 This is the older interface for disaggregated prefill: `insert` on one side, a blocking
 `drop_select` on the other. An entry is a message (tensor_messages.py) under the buffer's name
-and its number, with a small message beside it that holds the tokens to match, its head. Several
-producers have a row of entries each, which every consumer looks through in turn.
+and its number. Its producer lists it under keys made of its tokens' prefixes
+(posting_lists.py), so that a consumer finds it in one question of the index, among however many.
 
 Of several consumers one gets an entry: beside it lies its turn, a value that whoever wants the
 entry deletes first. The one node that has it says to one of them that it was there, on whatever
@@ -12,20 +12,18 @@ hosts they are. An answer that is lost costs the entry: it is taken at most once
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.limits import LOOKUP_ENTRIES_MAX, LOOKUP_PRODUCERS_MAX, TRANSFER_TIMEOUT_S
-from connector.transfer import tensor_messages
+from connector.transfer import posting_lists, tensor_messages
+from connector.transfer.posting_lists import PostingLists, TokenPrefixes
 from connector.transfer.tensor_messages import TensorMessage, ValueStore
 from kvstore import DeadlineError, PeerError, UsageError
-
-NEWS_EVERY_ENTRIES = LOOKUP_ENTRIES_MAX // 2
-"""Inserts after which a producer says anew which entries it has, for consumers that were away."""
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +40,21 @@ class KVEntry(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Row:
+    """Keeps what a consumer has said to one producer."""
+
+    base: str
+    dropped: deque[TensorMessage] = field(default_factory=deque)
+    """Words about what it dropped, kept until the producer has seen them."""
+    owed: list[str] = field(default_factory=list)
+    """Entries it has dropped, about which the store has not taken the word yet."""
+
+
+@dataclass(slots=True)
 class _Inserted:
     number: int
     messages: tuple[TensorMessage, ...]
-    """Its body, its turn, its head."""
+    """Its body; its tokens to match and its turn."""
     size_bytes: int
     taken_at: float | None = None
     """When its turn was first seen to be gone."""
@@ -82,35 +91,23 @@ class LookupBuffer:
             raise UsageError("number", number, f"must be from 0 to {LOOKUP_PRODUCERS_MAX - 1}")
         if not 0 < producers <= LOOKUP_PRODUCERS_MAX:
             raise UsageError("producers", producers, f"must be from 1 to {LOOKUP_PRODUCERS_MAX}")
+        base = f"lookup/{tensor_messages.check_name(name)}"
+        bases = [base, *(f"{base}/of/{of}" for of in range(1, LOOKUP_PRODUCERS_MAX))]
         self._client = client
-        self._base = f"lookup/{tensor_messages.check_name(name)}"
-        if number:
-            self._base += f"/of/{number}"
+        self._base = bases[number]
+        """Producer: of the keys of its entries."""
         self._producer = producer
         self._timeout_s = timeout_s
         self._bytes_max = tensor_messages.check_bytes_max(bytes_max)
         self._entries_max = entries_max
         self._device = device
         self._next = 0
-        """Producer: number of the next entry. Consumer: of the next head to look for."""
-        self._news: TensorMessage | None = None
-        """Producer: what it said last of its entries."""
-        self._news_at = 0
-        """Producer: number of the next entry then."""
+        """Producer: number of the next entry; none is used twice."""
         self._inserted: deque[_Inserted] = deque()
-        self._heads: dict[int, torch.Tensor] = {}
-        """Consumer: tokens to match of the entries that are known and not dropped, in order."""
-        self._dropped: deque[TensorMessage] = deque()
-        """Consumer: its words about what it dropped, kept until the producer has seen them."""
-        self._owed: list[int] = []
-        """Consumer: entries it has dropped, about which the store has not taken the word yet."""
-        self._closed = False
-        self._rows: deque[LookupBuffer] = deque([self])
+        self._lists = PostingLists(client, self._base)
+        self._rows = deque(map(_Row, bases[:producers]))
         """Consumer: one for each producer; the one it took from last is at the end."""
-        if not producer:
-            for of in range(1, producers):
-                row = LookupBuffer(client, name, producer=False, number=of, device=device)
-                self._rows.append(row)
+        self._closed = False
 
     # Producer
 
@@ -141,31 +138,23 @@ class LookupBuffer:
         deadline = self._deadline(timeout_s)
         if tensor_messages.until(deadline, lambda: self._has_room(size_bytes) or None) is None:
             raise DeadlineError(f"{self._base}: timed out: full, no entry was dropped")
-        name = self._entry(self._next)
+        prefixes = TokenPrefixes(selected)
+        number, self._next = self._next, self._next + 1
+        entry = _entry(self._base, number)
+        beside = {_head(entry): prefixes.raw} if prefixes.length else {}
         sent: list[TensorMessage] = []
         try:
-            # The head last: whoever sees it can have the entry.
-            for part, of in ((name, tensors), (self._turn(self._next), []), (_head(name), None)):
-                content = [selected] if of is None else of
-                sent.append(tensor_messages.send(self._client, part, content, deadline))
+            sent.append(tensor_messages.send(self._client, entry, tensors, deadline))
+            sent.append(TensorMessage(entry))
+            values = {**beside, _turn(entry): b"1"}
+            tensor_messages.keep(self._client, sent[-1], values, deadline)
+            # Listed last: whoever finds it can have it.
+            self._lists.add(number, prefixes, deadline)
         except BaseException:
+            self._lists.forget(number)
             self._release(sent)
             raise
-        size_bytes = sum(message.size_bytes for message in sent)
-        self._inserted.append(_Inserted(self._next, tuple(sent), size_bytes))
-        self._next += 1
-        if self._next >= self._news_at + NEWS_EVERY_ENTRIES:
-            self._tell_news()
-
-    def _tell_news(self) -> None:
-        """Say which entries there are, and the number of the next: once in a while, so that who
-        looks from there on sees all that came since."""
-        if self._news is not None:
-            tensor_messages.release(self._client, self._news)
-        said = json.dumps([self._next, [entry.number for entry in self._inserted]]).encode()
-        self._news = tensor_messages.hold(self._client, f"{self._base}/news", said)
-        if self._news is not None:
-            self._news_at = self._next
+        self._inserted.append(_Inserted(number, tuple(sent), size_bytes))
 
     def _has_room(self, size_bytes: int) -> bool:
         self._give_back()
@@ -175,25 +164,31 @@ class LookupBuffer:
         )
 
     def _give_back(self) -> None:
-        """Drop the entries that a consumer says it has, or took and never read."""
+        """Drop the entries that a consumer says it has, or took and never read; list anew what was
+        in lists that were lost with a node."""
         if not self._inserted:
             return
-        numbers = [entry.number for entry in self._inserted]
-        asked = [*map(self._word, numbers), *map(self._turn, numbers)]
+        entries = [_entry(self._base, entry.number) for entry in self._inserted]
+        lists = self._lists.names()
+        asked = [*map(_word, entries), *map(_turn, entries), *lists]
         got = self._client.get_many(list(asked))
+        there = {name for name, value in zip(asked, got, strict=True) if value is not None}
         now = time.monotonic()
         kept: deque[_Inserted] = deque()
-        for i, entry in enumerate(self._inserted):
-            if got[len(numbers) + i] is not None:
+        for name, entry in zip(entries, self._inserted, strict=True):
+            if _turn(name) in there:
                 entry.taken_at = None
             elif entry.taken_at is None:
                 entry.taken_at = now
             abandoned = entry.taken_at is not None and now - entry.taken_at > self._timeout_s
-            if got[i] is None and not abandoned:
-                kept.append(entry)
-            else:
+            if _word(name) in there or abandoned:
+                self._lists.forget(entry.number)
                 self._release(entry.messages)
+            else:
+                kept.append(entry)
         self._inserted = kept
+        with suppress(PeerError):  # else the next time
+            self._lists.write_again({lists[name] for name in lists.keys() - there})
 
     def _release(self, messages: Iterable[TensorMessage]) -> None:
         for message in reversed([*messages]):
@@ -215,83 +210,65 @@ class LookupBuffer:
         them, in turn. None: no entry matched before the deadline, a miss.
         """
         self._check_side(producer=False)
-        wanted = _selected(tokens, roi)
+        selected = _selected(tokens, roi)
+        wanted = None if selected is None else TokenPrefixes(selected)
         return tensor_messages.until(self._deadline(timeout_s), lambda: self._take(wanted))
 
-    def _take(self, wanted: torch.Tensor | None) -> KVEntry | None:
-        for _ in range(len(self._rows)):
-            row = self._rows[0]
-            self._rows.rotate(-1)
-            entry = row._take_own(wanted)
-            if entry is not None:
-                return entry
-        return None
-
-    def _take_own(self, wanted: torch.Tensor | None) -> KVEntry | None:
-        self._look()
-        for number, selected in list(self._heads.items()):
-            if wanted is not None and not _common_prefix(selected, wanted):
+    def _take(self, wanted: TokenPrefixes | None) -> KVEntry | None:
+        for row in self._rows:
+            owed, row.owed = row.owed, []
+            for entry in owed:
+                self._drop(row, entry)
+        for row, entry in self._free(wanted):
+            if not self._claim(entry):
                 continue
-            if not self._claim(number):
-                continue
-            content = tensor_messages.receive(self._client, self._entry(number))
-            # An entry that is gone although its head is there was lost with its node.
-            self._drop(number)
+            content = tensor_messages.receive(self._client, entry)
+            # An entry that is gone although its turn is there was lost with its node.
+            self._drop(row, entry)
             if content is not None:
+                while self._rows[-1] is not row:
+                    self._rows.rotate(-1)
                 return KVEntry(*(t if t is None else t.to(self._device) for t in content.tensors))
         return None
 
-    def _claim(self, number: int) -> bool:
+    def _free(self, wanted: TokenPrefixes | None) -> Iterator[tuple[_Row, str]]:
+        """Yield the entries that match and that nobody has taken yet, in the order in which they
+        are to be taken, in two questions for all."""
+        rows = [*self._rows]
+        listed = posting_lists.look_up(self._client, [row.base for row in rows], wanted)
+        found: list[tuple[_Row, str, bool | None]] = []
+        for row, postings in zip(rows, listed, strict=True):
+            for posting in postings:
+                matches = posting.matches(wanted)
+                if matches is not False:
+                    found.append((row, _entry(row.base, posting.number), matches))
+        turns = [_turn(entry) for _, entry, _ in found]
+        heads = [_head(entry) for _, entry, matches in found if matches is None]
+        got = self._client.get_many([*turns, *heads]) if found else []
+        tokens = iter(got[len(turns) :])
+        for (row, entry, matches), turn in zip(found, got, strict=False):
+            begins = matches or _begins(next(tokens), wanted)
+            if begins and turn is not None:
+                yield row, entry
+
+    def _claim(self, entry: str) -> bool:
         """Return whether the entry is this consumer's alone. False is another's, or nobody can tell
         now: then it is asked for again."""
         try:
-            return self._client.delete(self._turn(number))
+            return self._client.delete(_turn(entry))
         except PeerError:
             return False
 
-    def _look(self) -> None:
-        """Learn of new entries, and of those that others took; one that is missing before a
-        newer one was lost, or is another's."""
-        owed, self._owed = self._owed, []
-        for number in owed:
-            self._drop(number)
-        known = list(self._heads)
-        words = [f"{self._base}/news", *map(self._word, known)]
-        news, *taken = self._client.get_many(list(words))
-        for number, word in zip(known, taken, strict=True):
-            if word is not None:
-                del self._heads[number]
-        for number in self._numbers_to_look_for(news):
-            content = tensor_messages.receive(self._client, _head(self._entry(number)))
-            self._next = max(self._next, number + 1)
-            if content is not None:
-                self._heads[number] = content.tensors[0]
-            elif self._claim(number):
-                self._drop(number)
-
-    def _numbers_to_look_for(self, news: bytes | None) -> list[int]:
-        """Of entries that this consumer does not know, up to the newest that is there."""
-        numbers: list[int] = []
-        if news is not None:
-            start, there = json.loads(bytes(news))
-            if start > self._next:  # others took so much meanwhile
-                numbers = [number for number in there if number >= self._next]
-                self._next = start
-        numbers += range(self._next, self._next + LOOKUP_ENTRIES_MAX)
-        names = [_head(self._entry(number)) for number in numbers]
-        return numbers[: tensor_messages.newest(self._client, names) + 1]
-
-    def _drop(self, number: int) -> None:
-        """Forget an entry and tell the producer."""
-        self._heads.pop(number, None)
-        word = tensor_messages.hold(self._client, self._word(number), b"1")
+    def _drop(self, row: _Row, entry: str) -> None:
+        """Tell the producer that it has its room again."""
+        word = tensor_messages.hold(self._client, _word(entry), b"1")
         if word is None:
-            self._owed.append(number)
+            row.owed.append(entry)
         else:
-            self._dropped.append(word)
+            row.dropped.append(word)
         # The producer has at most so many entries, and looks for words before each new one.
-        while len(self._dropped) > LOOKUP_ENTRIES_MAX:
-            tensor_messages.release(self._client, self._dropped.popleft())
+        while len(row.dropped) > LOOKUP_ENTRIES_MAX:
+            tensor_messages.release(self._client, row.dropped.popleft())
 
     # Both
 
@@ -309,14 +286,11 @@ class LookupBuffer:
         tensor_messages.until(time.monotonic() + timeout_s, empty)
         for entry in self._inserted:
             self._release(entry.messages)
-        if self._news is not None:
-            tensor_messages.release(self._client, self._news)
-        for word in self._dropped:
-            tensor_messages.leave(word)
         self._inserted.clear()
-        self._heads.clear()
+        self._lists.close()
         for row in self._rows:
-            row.close()
+            for word in row.dropped:
+                tensor_messages.leave(word)
 
     def _check_side(self, *, producer: bool) -> None:
         if self._closed:
@@ -328,14 +302,17 @@ class LookupBuffer:
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
-    def _entry(self, number: int) -> str:
-        return f"{self._base}/{number}"
 
-    def _turn(self, number: int) -> str:
-        return f"{self._base}/{number}/turn"
+def _entry(base: str, number: int) -> str:
+    return f"{base}/{number}"
 
-    def _word(self, number: int) -> str:
-        return f"{self._base}/{number}/dropped"
+
+def _turn(entry: str) -> str:
+    return f"{entry}/turn"
+
+
+def _word(entry: str) -> str:
+    return f"{entry}/dropped"
 
 
 def _head(entry: str) -> str:
@@ -372,7 +349,6 @@ def _shown(value: object) -> str:
     return f"{getattr(value, 'dtype', '')} {tuple(shape)}"
 
 
-def _common_prefix(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the shorter is not empty and the longer begins with it."""
-    shorter = min(len(one), len(other))
-    return shorter > 0 and bool((one[:shorter] == other[:shorter]).all())
+def _begins(entry: object, wanted: TokenPrefixes | None) -> bool:
+    """Return whether the tokens of a longer entry begin with these; not when they are lost."""
+    return isinstance(entry, bytes) and wanted is not None and entry.startswith(wanted.raw)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -48,7 +48,9 @@ class MessagePin(Protocol):
 class ValueStore(Protocol):
     """Describes the part of `kvstore.Client` that messages need."""
 
-    def put_many(self, items: Iterable[tuple[str | bytes, object]]) -> list[PutResult]: ...
+    def put_many(
+        self, items: Iterable[tuple[str | bytes, object]], *, replace: bool = False
+    ) -> list[PutResult]: ...
     def get(self, key: str | bytes) -> bytes | None: ...
     def get_many(
         self, keys: Sequence[str | bytes], out: Sequence[torch.Tensor] | None = None
@@ -163,6 +165,25 @@ def hold(store: ValueStore, name: str, value: bytes) -> TensorMessage | None:
     return message
 
 
+def keep(
+    store: ValueStore, message: TensorMessage, values: Mapping[str, bytes], deadline: float
+) -> None:
+    """Put and pin small values of a message, all or, of those that `message` then has, some.
+
+    Raises as `send`."""
+    _put_pinned(store, message, dict(values), deadline)
+
+
+def replace(
+    store: ValueStore, message: TensorMessage, values: Mapping[str, bytes], deadline: float
+) -> None:
+    """`keep`, in place of what has these keys: who reads meanwhile has a miss."""
+    for key in values:
+        if key in message.pins:
+            message.pins.pop(key).close()
+    _put_pinned(store, message, dict(values), deadline, replace=True)
+
+
 def _put_pinned(
     store: ValueStore,
     message: TensorMessage,
@@ -170,8 +191,9 @@ def _put_pinned(
     deadline: float,
     *,
     again: bool = False,
+    replace: bool = False,
 ) -> None:
-    """Put all of `values`; with `again`, one that exists is as good.
+    """Put all of `values`; with `again`, one that exists is as good, with `replace`, it goes.
 
     A part of a tensor that is rejected is halved, in `values` too.
     """
@@ -181,7 +203,7 @@ def _put_pinned(
 
     def attempt() -> bool | None:
         nonlocal why
-        results = store.put_many(waiting.items())
+        results = store.put_many(waiting.items(), replace=replace)
         for key, result in zip(list(waiting), results, strict=True):
             there = result.status in (PutStatus.EXISTS, PutStatus.DIFFERS)
             if there and not again and key not in tried:
@@ -284,16 +306,16 @@ def receive(store: ValueStore, name: str) -> Content | None:
     return Content(tensors, content["note"]) if whole else None
 
 
-def release(store: ValueStore, message: TensorMessage) -> None:
-    """Let a message go and drop it, header first. Never raises for a peer's fault."""
-    for key in reversed(message.pins):
+def release(store: ValueStore, message: TensorMessage, only: Collection[str] | None = None) -> None:
+    """Let a message go and drop it, header first; or of it what has the keys in `only`. Never
+    raises for a peer's fault."""
+    for key in [key for key in reversed(message.pins) if only is None or key in only]:
         try:
-            message.pins[key].close()
+            message.pins.pop(key).close()
             store.delete(key)
         except PeerError as e:
             # A node that is gone holds nothing; one that hangs gives it back by itself.
             log.debug("%s was not given back: %s", key, e)
-    message.pins.clear()
 
 
 def leave(message: TensorMessage) -> None:

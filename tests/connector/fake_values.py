@@ -36,10 +36,16 @@ class FakeValues:
         """That many puts are evicted before they can be pinned."""
         self.gone = False
 
-    def put_many(self, items: Iterable[tuple[str | bytes, Any]]) -> list[PutResult]:
+    def put_many(
+        self, items: Iterable[tuple[str | bytes, Any]], *, replace: bool = False
+    ) -> list[PutResult]:
         with self.lock:
             if self.gone:
                 return [PutResult(PutStatus.REJECTED, "node gone") for _ in items]
+            if replace:
+                items = [*items]
+                for key, _ in items:
+                    self.values.pop(str(key), None)
             return [self._put(str(key), value) for key, value in items]
 
     def _put(self, key: str, value: Any) -> PutResult:

@@ -109,10 +109,10 @@ def test_tensor_is_one_value_of_the_store_and_is_not_copied_before() -> None:
     put: list[Any] = []
 
     class Store(FakeValues):
-        def put_many(self, items: Any) -> list[Any]:
+        def put_many(self, items: Any, *, replace: bool = False) -> list[Any]:
             items = list(items)
             put.extend(items)
-            return super().put_many(items)
+            return super().put_many(items, replace=replace)
 
     sender, receiver = pair(Store())
     sent = torch.randint(0, 256, (5 * TENSOR_MESSAGE_PART_BYTES_MIN + 17,), dtype=torch.uint8)
