@@ -1,6 +1,6 @@
 """For every test: one that needs what this machine lacks is skipped, and says why.
 
-Also the real Redis processes that several folders share (support/redis_servers.py).
+Also the real Redis processes that several folders share (support/processes/redis_servers.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by test_bindings.py, in a process whose libcuda.so.1 is tests/support/fake_driver.cpp,
+"""Run by test_bindings.py, in a process whose libcuda.so.1 is fake_driver.cpp,
 through the real cuda-python. The suites of a real device (tests/gpu) run there too."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by test_bindings.py, in a process whose libcuda.so.1 is tests/support/fake_driver.cpp: what
+"""Run by test_bindings.py, in a process whose libcuda.so.1 is fake_driver.cpp: what
 comes through NIXL goes to memory of the driver, through the real cuda-python. That memory is a file
 here, which the process that reads registers as DRAM."""
 

@@ -1,4 +1,4 @@
-"""Run by test_bindings.py, in a process whose libcuda.so.1 is tests/support/fake_driver.cpp: what
+"""Run by test_bindings.py, in a process whose libcuda.so.1 is fake_driver.cpp: what
 `kvstore node --vram` owns, an engine's process saves to and reads, through the real cuda-python."""
 
 from __future__ import annotations

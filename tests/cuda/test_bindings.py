@@ -166,7 +166,7 @@ def test_without_a_driver_the_real_bindings_say_so():
 
 
 def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_driver):
-    """Two processes and all, over tests/support/fake_driver.cpp."""
+    """Two processes and all, over tests/support/device/fake_driver.cpp."""
     between_processes = TESTS / "gpu" / "test_gpu_vram.py"
     fake_driver.run(
         Path(__file__).with_name("on_fake_driver.py"),

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HOUSES = ("kvstore", "connector", "scripts")
+ROOMS_ALONE = ("tests",)
+"""Where folders are held to it, and files and functions are not: a test is read alone."""
 FOLDER_FILES_MAX = 16
 FILE_LINES_MAX, FUNCTION_LINES_MAX = 400, 70
 FULL_FOLDERS = {
@@ -48,9 +50,9 @@ Found = Iterator[tuple[str, int, str]]
 """What it is, how much of it there is, and the text in which the reason must stand."""
 
 
-def tracked(root: Path) -> list[str]:
+def tracked(root: Path, *houses: str) -> list[str]:
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *HOUSES],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *houses],
         cwd=root,
         capture_output=True,
         text=True,
@@ -96,17 +98,22 @@ def wrong(found: Found, most: int, listed: Mapping[str, int], reason: re.Pattern
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    return tracked(ROOT)
+    return tracked(ROOT, *HOUSES, *ROOMS_ALONE)
 
 
 @pytest.fixture(scope="module")
-def texts(names: list[str]) -> dict[str, str]:
-    return {name: (ROOT / name).read_text() for name in names}
+def texts() -> dict[str, str]:
+    return {name: (ROOT / name).read_text() for name in tracked(ROOT, *HOUSES)}
 
 
 def test_no_folder_has_more_files_than_one_takes_in(names: list[str]) -> None:
     counted = ((folder, count, "") for folder, count in folders(names).items())
     assert not wrong(counted, FOLDER_FILES_MAX, FULL_FOLDERS, re.compile("")), "draw a room"
+
+
+def test_helpers_of_tests_lie_in_rooms(names: list[str]) -> None:
+    """What lies beside the rooms is not on the path (pyproject.toml), and no test would find it."""
+    assert not [name for name in names if str(PurePosixPath(name).parent) == "tests/support"]
 
 
 def test_no_file_is_longer_than_one_reads(texts: dict[str, str]) -> None:
@@ -125,7 +132,7 @@ def test_a_folder_that_grows_is_found(tmp_path: Path) -> None:
     for i in range(FOLDER_FILES_MAX + 1):
         (room / f"m{i}.py").touch()
     (room.parent / "one.py").touch()
-    counted = ((folder, count, "") for folder, count in folders(tracked(tmp_path)).items())
+    counted = ((folder, count, "") for folder, count in folders(tracked(tmp_path, *HOUSES)).items())
     assert wrong(counted, FOLDER_FILES_MAX, {}, re.compile("")) == [
         "kvstore/room: 17, and 16 are allowed"
     ]

@@ -99,4 +99,4 @@ def test_a_lone_module_is_near_to_all_test_files_of_its_name(mutants):
     path = Path("kvstore/nodedir.py")
     assert path in mutants.sources()
     found = mutants.nearest_tests(LIB.parents[1], path)
-    assert found == ["tests/test_nodedir.py", "tests/test_nodedir_words.py"]
+    assert found == ["tests/words/test_nodedir.py", "tests/words/test_nodedir_words.py"]

@@ -23,7 +23,7 @@ Must never happen:
 - host memory that is unmapped or unlocked under a DMA: `host_memory` is held for the whole call.
 
 What a device does is behind `Device`, so that a model of one runs the same code
-on the host (tests/support/host_device.py).
+on the host (tests/support/device/host_device.py).
 """
 
 from __future__ import annotations

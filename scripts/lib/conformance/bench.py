@@ -139,7 +139,11 @@ class Bench:
     def engine(self, name: str, model: Path, *, store: bool, **settings: Any) -> EngineProcess:
         """Return the engine of that name; it is started when it is first asked for."""
         if name not in self.engines:
-            path = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+            path = [
+                str(ROOT),
+                str(ROOT / "tests/support/vllm_engines"),
+                os.environ.get("PYTHONPATH", ""),
+            ]
             env = {"PYTHONPATH": os.pathsep.join(path), **(self.env if store else {})}
             env |= settings.pop("env", {})
             number = str(SIDE_CHANNEL_PORT + len(self.engines))

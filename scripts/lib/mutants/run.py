@@ -232,7 +232,7 @@ def sources() -> list[Path]:
 def nearest_tests(root: Path, path: Path) -> list[str]:
     """Return the files of tests that may notice a bug in `path`."""
     if str(path.with_suffix("").relative_to("kvstore")) in LONE:
-        folder = root / Path("tests", *path.parts[1:-1])
+        folder = root / Path("tests", *(path.parts[1:-1] or ("words",)))
         found = sorted(str(p.relative_to(root)) for p in folder.glob(f"test_{path.stem}*.py"))
     elif "client" in path.parts:
         folder = root / Path("tests", *path.parts[1:-1])

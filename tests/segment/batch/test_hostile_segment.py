@@ -12,7 +12,7 @@ import pytest
 import hatch_build
 from kvstore.segment import batch_read
 
-PROGRAM = Path(__file__).parents[2] / "support" / "hostile_segment.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "nodes" / "hostile_segment.py"
 SECONDS = "6"
 SANITIZED = "-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined"
 

@@ -1,4 +1,4 @@
-"""Run by test_queue.py, in a process whose libcuda.so.1 is tests/support/fake_driver.cpp.
+"""Run by test_queue.py, in a process whose libcuda.so.1 is fake_driver.cpp.
 
 `CudaLane` is what runs on a device; torch is made of numpy here, for it has no
 device to offer, but that its memory on the device is the driver's.

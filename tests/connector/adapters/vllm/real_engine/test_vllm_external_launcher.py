@@ -34,7 +34,7 @@ T = 8 * BLOCK
 PREFIX = "kv:launched"
 TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
-    [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+    [str(TESTS.parent), str(TESTS / "support" / "vllm_engines"), os.environ.get("PYTHONPATH", "")]
 )
 
 

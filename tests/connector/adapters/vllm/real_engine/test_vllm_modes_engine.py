@@ -26,7 +26,7 @@ BLOCK = 64
 T = 8 * BLOCK
 TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
-    [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+    [str(TESTS.parent), str(TESTS / "support" / "vllm_engines"), os.environ.get("PYTHONPATH", "")]
 )
 DRAFTS = {
     "method": "ngram",

@@ -28,7 +28,7 @@ BLOCK = 64
 T = 4 * BLOCK
 TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
-    [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+    [str(TESTS.parent), str(TESTS / "support" / "vllm_engines"), os.environ.get("PYTHONPATH", "")]
 )
 PROMPTS = [random.Random(i).choices(range(2, 500), k=T + 2) for i in range(3)]
 SHM = Path("/dev/shm")

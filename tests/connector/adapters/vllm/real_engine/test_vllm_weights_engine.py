@@ -28,7 +28,7 @@ T = 4 * BLOCK
 PREFIX = "kv:weights"
 TESTS = Path(__file__).parents[4]
 PATH = os.pathsep.join(
-    [str(TESTS.parent), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]
+    [str(TESTS.parent), str(TESTS / "support" / "vllm_engines"), os.environ.get("PYTHONPATH", "")]
 )
 
 

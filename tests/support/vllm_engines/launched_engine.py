@@ -15,7 +15,7 @@ from typing import Any
 
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
-LIB = Path(__file__).parents[2] / "scripts" / "lib"
+LIB = Path(__file__).parents[3] / "scripts" / "lib"
 
 
 class LaunchedEngine:

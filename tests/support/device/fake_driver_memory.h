@@ -1,4 +1,4 @@
-// Memory of tests/support/fake_driver.cpp: what processes share by descriptors, plain allocations, and
+// Memory of fake_driver.cpp: what processes share by descriptors, plain allocations, and
 // host memory that is page-locked. Shared memory is a memfd.
 
 #include <fcntl.h>

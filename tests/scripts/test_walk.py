@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
 
 from walk import Place, Tracer, Walk, shown  # noqa: E402

@@ -13,8 +13,10 @@ from cuda_python import cuda_bindings
 
 from connector.copiers.cuda.nvrtc import SOURCE
 
-SUPPORT = Path(__file__).parent
-ROOT = SUPPORT.parents[1]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PATH = os.pathsep.join(str(one) for one in (ROOT, *sorted(HERE.parent.iterdir())))
+"""Ours, and the helpers of every room, for the processes that a test starts."""
 TIMEOUT_S = 110
 FAKE = "FAKE_CUDA_DRIVER"
 """Set where it is the driver."""
@@ -31,7 +33,7 @@ class FakeDriver:
         self._folder = folder
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f'-DPAGED_COPY_CU="{SOURCE}"']
         subprocess.run(
-            [compiler, *flags, "-o", folder / "libcuda.so.1", SUPPORT / "fake_driver.cpp", "-ldl"],
+            [compiler, *flags, "-o", folder / "libcuda.so.1", HERE / "fake_driver.cpp", "-ldl"],
             check=True,
             timeout=TIMEOUT_S,
         )
@@ -41,8 +43,7 @@ class FakeDriver:
         libraries = f"{self._folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-            env={**os.environ, "LD_LIBRARY_PATH": libraries, FAKE: "yes"}
-            | {"PYTHONPATH": f"{ROOT}:{SUPPORT}"},
+            env={**os.environ, "LD_LIBRARY_PATH": libraries, FAKE: "yes"} | {"PYTHONPATH": PATH},
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -22,7 +22,7 @@ START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 KEPT_LABELS = frozenset({"reason", "source", "transport", "le"})
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[3]
 
 
 def commands(page: Path) -> list[list[str]]:
