@@ -3,6 +3,15 @@
 `Client` is the front door; connectors use `BlockSession`. See docs/architecture.md.
 """
 
+import platform
+import sys
+
+if sys.byteorder != "little":
+    raise ImportError(
+        f"kvstore reads headers, records and keys in place, which are little-endian, and this "
+        f"machine ({platform.machine()}) is big-endian: use another one"
+    )
+
 from kvstore.batches import in_batches
 from kvstore.client.async_client import AsyncClient
 from kvstore.client.base import (

@@ -11,7 +11,6 @@ part of the key, whoever holds a key can address the index.
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -215,6 +214,4 @@ def _token_bytes(tokens: Iterable[int], count: int) -> bytes:
         packed = array("I", tokens)
     except (OverflowError, TypeError, ValueError) as e:
         raise UsageError("tokens", tokens, "must be integers from 0 to 2**32 - 1") from e
-    if sys.byteorder == "big":
-        packed.byteswap()
     return packed.tobytes()[: count * 4]

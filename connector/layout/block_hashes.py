@@ -8,7 +8,6 @@ only tokens and the engine's word on what else there is (`Extra`).
 from __future__ import annotations
 
 import logging
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -62,8 +61,6 @@ def _words(tokens: Sequence[int], first: int, end: int) -> array[int]:
     except OverflowError:
         wrong = next(i for i in range(first, end) if not 0 <= tokens[i] < 1 << 32)
         words = array("I", tokens[first:wrong])
-    if sys.byteorder == "big":
-        words.byteswap()
     return words
 
 
@@ -78,8 +75,6 @@ def part_hash(before: Sequence[bytes], tokens: Sequence[int], extra: object) -> 
         words = array("I", tokens)
     except OverflowError:
         return None
-    if sys.byteorder == "big":
-        words.byteswap()
     h = sha256(_PART + len(words).to_bytes(4, "little"))
     h.update(before[-1] if before else _ROOT)
     h.update(words)

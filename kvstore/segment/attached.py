@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvstore.compiled.fence import FENCE
 from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
 from kvstore.machine import REAL, Machine
 from kvstore.segment import batch_read
@@ -110,8 +111,14 @@ class AttachedHeads:
         self._hint_mask = len(self._hints) - 1
 
     def header(self, slot_id: int) -> bytes:
+        """Look at a header: after all that was read before, and before all that is read next."""
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
-        return self._head[start : start + HEADER_BYTES]
+        if FENCE is None:
+            return self._head[start : start + HEADER_BYTES]
+        FENCE()
+        image = self._head[start : start + HEADER_BYTES]
+        FENCE()
+        return image
 
     def hinted(self, key: Key) -> tuple[int, bytes]:
         """The slot that may hold `key` and its header, which says whether it does."""
@@ -123,6 +130,8 @@ class AttachedHeads:
             slot_id = self._hints[place ^ 1]
             start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
             image = self._head[start : start + HEADER_BYTES]
+        if FENCE is not None:
+            FENCE()
         return slot_id, image
 
     def hinted_each(self, keys: Iterable[Key]) -> Iterator[tuple[int, bytes]]:
@@ -137,6 +146,8 @@ class AttachedHeads:
                 slot_id = hints[place & mask ^ 1]
                 start = (slot_id + _SLOTS_BEFORE) * HEADER_BYTES
                 image = head[start : start + HEADER_BYTES]
+            if FENCE is not None:
+                FENCE()
             yield slot_id, image
 
     def records(self, keys: list[Key], start: bytes) -> list[bytes | None] | None:

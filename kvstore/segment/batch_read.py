@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from kvstore.compiled import part
+from kvstore.compiled.fence import FENCE
 from kvstore.segment.copying import copy
 from kvstore.segment.header import HEADER_BYTES, KEY_PART, SUPERBLOCK_BYTES, fields
 from kvstore.segment.locate import offset_of
@@ -143,6 +144,8 @@ class PythonReader:
                 blocks.append((i, start, image, offset, size_bytes, out, described))
         if found is not None:
             blocks = [b for b in blocks if found(b[3], b[4] + len(b[6])) is not False]
+        if FENCE is not None:
+            FENCE()
         total = 0
         for i, start, image, offset, size_bytes, out, described in blocks:
             end = offset + size_bytes
@@ -175,6 +178,8 @@ class PythonReader:
 
 def unchanged(head: mmap.mmap, start: int, image: bytes) -> bool:
     """Whether the header at `start` is still what it was when the block was found (rule 4)."""
+    if FENCE is not None:
+        FENCE()
     return head[start : start + HEADER_BYTES] == image
 
 

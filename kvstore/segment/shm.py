@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvstore.compiled.fence import FENCE
 from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
 from kvstore.core.recovery import Seen
 from kvstore.errors import NoSpaceError
@@ -206,6 +207,8 @@ class OwnedHeads:
     def _seal(self, write: Seal) -> None:
         start = SUPERBLOCK_BYTES + write.slot_id * HEADER_BYTES
         self._head[start + 8 : start + HEADER_BYTES] = pack_parts(*write[1:])[8:]
+        if FENCE is not None:  # payload and body are there before the word says so
+            FENCE()
         self._words[start >> 3] = word(SEALED, write.generation)
         self._hint(write.key, write.slot_id)
 
@@ -274,9 +277,13 @@ class OwnedShm(OwnedHeads):
         self._apply[Copy] = self._copy
 
     def _fill(self, write: Fill) -> None:
+        if FENCE is not None:  # no header says SEALED of what was here any more
+            FENCE()
         self._data[write.offset : write.offset + len(write.value)] = write.value
 
     def _copy(self, write: Copy) -> None:
+        if FENCE is not None:  # as in `_fill`
+            FENCE()
         self._data.move(write.destination, write.source, write.length)
 
     def checksum(self, offset: int, length: int) -> int:

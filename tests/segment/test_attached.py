@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,7 +222,8 @@ def test_what_lies_ahead_is_mapped_in_steps_with_pauses_and_once(
     assert pages.parts() == [], "it is mapped"
     # While that is to come, a block's own pages alone: a part takes milliseconds.
     shm.populate(PART + 5000, SMALLEST)
-    assert pages.parts() == [(PART + 4096, SMALLEST + 5000 - 4096)]
+    start = (PART + 5000) // mmap.PAGESIZE * mmap.PAGESIZE
+    assert pages.parts() == [(start, PART + 5000 + SMALLEST - start)]
     run()
     assert pages.parts() == [(start, STEP) for start in range(0, 3 * PART, STEP)]
     assert later.slept == 3 * PART // STEP
@@ -319,6 +321,49 @@ def test_private_pages_are_the_segments_and_nobody_sees_what_is_written(
     pages[:] = b"x" * 3000
     assert owned.data_path.read_bytes() == payload
     assert descriptors() <= before + 1, "the mapping's own alone"
+
+
+@pytest.fixture
+def large_pages(monkeypatch: pytest.MonkeyPatch) -> int:
+    """As kernels for ARM have them; what is asked of the real one is right for its own as well."""
+    monkeypatch.setattr(mmap, "PAGESIZE", 64 << 10)
+    return mmap.PAGESIZE
+
+
+def test_with_pages_of_64_kib_all_that_is_mapped_in_one_go_begins_with_one(
+    owned: OwnedShm, large_pages: int
+) -> None:
+    assert module.LOCK_PART_BYTES % large_pages == module.POPULATE_STEP_BYTES % large_pages == 0
+    later = Later()
+    shm = AttachedShm(owned.data_path, owned.head_path, machine=later)
+    shm.populate_ahead()  # so that blocks are mapped alone
+    pages = Pages(shm._data)
+    shm._data = pages  # type: ignore[assignment]
+    for offset in (0, 4096, large_pages - 1024, large_pages, SIZE - large_pages):
+        shm.populate(offset, large_pages)
+        (part,) = pages.parts()
+        assert part[0] % large_pages == 0
+        assert part[0] <= offset < offset + large_pages == sum(part)
+    shm.close()
+
+
+@pytest.mark.parametrize("offset", [0, 4096, (64 << 10) + 100])
+def test_with_pages_of_64_kib_private_ones_are_the_segments(
+    owned: OwnedShm, large_pages: int, offset: int
+) -> None:
+    owned.apply(Fill(0, bytes(range(256)) * (SIZE // 256)))
+    asked: list[int] = []
+
+    class Strict(mmap.mmap):
+        def __new__(cls, *args: int, offset: int) -> Strict:
+            asked.append(offset)
+            return super().__new__(cls, *args, offset=offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mmap, "mmap", Strict)
+        pages = private_pages(str(owned.data_path), offset, 3000)
+    assert bytes(pages) == owned.data_path.read_bytes()[offset : offset + 3000]
+    assert asked == [offset // large_pages * large_pages]
 
 
 def test_private_pages_of_a_link_or_beyond_the_end_are_refused(

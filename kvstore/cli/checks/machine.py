@@ -14,6 +14,7 @@ from pathlib import Path
 from kvstore.cli.checks.base import Context, Finding, Level, read_text
 from kvstore.cli.output import human_bytes
 from kvstore.cli.store import local_nodes
+from kvstore.compiled.fence import CHOSEN
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import SHM_RESERVE_BYTES
 from kvstore.node.config import SIZE_BYTES_DEFAULT
@@ -50,7 +51,7 @@ def python(context: Context) -> list[Finding]:
     if not PYTHON_MIN <= sys.version_info[:2] < PYTHON_BELOW:
         do = f"use Python {PYTHON_MIN[0]}.{PYTHON_MIN[1]} to 3.{PYTHON_BELOW[1] - 1}"
         return [Finding(Level.FAIL, found, do)]
-    return [Finding(Level.OK, found)]
+    return [Finding(Level.OK, f"{found}; memory is kept in order by {CHOSEN.name}")]
 
 
 def run_directory(context: Context) -> list[Finding]:

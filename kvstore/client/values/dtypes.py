@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any, NamedTuple
 
 import msgpack
@@ -16,7 +15,7 @@ _FORMATS = {
     **dict.fromkeys("BHILQN", "uint"),
     **dict.fromkeys("efd", "float"),
 }
-_NATIVE = "<" if sys.byteorder == "little" else ">"
+_NATIVE = "<"
 _NUMPY_NAMES = (
     *("|b1", "|i1", "|u1"),
     *(
