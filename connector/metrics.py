@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from connector.limits import STATS_SAMPLES_MAX
 from connector.stats import CountStats
 from kvstore import MissReason, PutStatus, Retained
+
+_Value = TypeVar("_Value")
 
 
 class Metric(NamedTuple):
@@ -176,14 +178,14 @@ class Counts:
         return None if stats.is_empty() else stats
 
 
-def labelled(counts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def labelled(counts: Mapping[str, _Value]) -> Iterator[tuple[str, str, _Value]]:
     """(name, label or "", count or samples) of each entry of `CountStats.to_dict`."""
     for key, value in counts.items():
         name, _, label = key.partition(":")
         yield name, label, value
 
 
-def summary(counts: Mapping[str, Any]) -> dict[str, float]:
+def summary(counts: Mapping[str, float | list[float]]) -> dict[str, float]:
     """`CountStats.to_dict` for people: of samples their number, mean and maximum."""
     out: dict[str, float] = {}
     for key, value in counts.items():

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from connector.copiers.base import Gather, HeadPart, Ready, Scatter
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from connector.layout.geometry import KVGeometry
@@ -49,7 +51,7 @@ class HostCopier:
         ]
         self._single = [[(layer, 1, self._view(layer, 1))] for layer in range(len(layers))]
 
-    def _view(self, first: int, count: int) -> Any:
+    def _view(self, first: int, count: int) -> npt.NDArray[np.generic]:
         """`[layer, block, head, token, C]` over `count` layers a constant distance apart."""
         layer = self._layers[first]
         size = layer.element_size()
@@ -65,7 +67,7 @@ class HostCopier:
             return block_ids
         return [b * self._split + i for b in block_ids for i in range(self._split)]
 
-    def _runs_of(self, layer: int | None) -> Sequence[tuple[int, int, Any]]:
+    def _runs_of(self, layer: int | None) -> Sequence[tuple[int, int, npt.NDArray[np.generic]]]:
         return self._runs if layer is None else self._single[layer]
 
     def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None:

@@ -87,7 +87,7 @@ class TpKVTopology:
     is_mla: bool
     total_num_kv_heads: int
     """Of the whole model; counts as 1 with `is_mla`."""
-    attn_backend: Any
+    attn_backend: object
     """vLLM's class of the attention backend, or several, of which the first counts. None: K and V
     of a block lie together."""
     engine_id: str
@@ -203,8 +203,8 @@ class TpKVTopology:
 
     @property
     def _backend(self) -> Any:
-        several = isinstance(self.attn_backend, list | tuple)
-        return self.attn_backend[0] if several else self.attn_backend
+        found = self.attn_backend
+        return found[0] if isinstance(found, list | tuple) else found
 
     def _cache_shape(self) -> tuple[int, ...]:
         return tuple(

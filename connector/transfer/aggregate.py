@@ -51,7 +51,7 @@ class KVOutputAggregator:
         self._recving = _Countdown()
         self._failed: dict[str, None] = {}
         """Failed on some worker, not yet reported by all of them."""
-        self._class: type[Any] = KVConnectorOutput
+        self._class = KVConnectorOutput
         """What an engine's outputs carry; as it was last seen, for steps in which none does."""
 
     @classmethod
@@ -204,10 +204,10 @@ class WorkerEvents:
         self._seen: Counter[Hashable] = Counter(events)
         self._workers = workers
 
-    def add_events(self, events: list[Any]) -> None:
+    def add_events(self, events: list[Hashable]) -> None:
         self._seen.update(events)
 
-    def get_all_events(self) -> list[Any]:
+    def get_all_events(self) -> list[Hashable]:
         return list(self._seen.elements())
 
     def increment_workers(self, count: int = 1) -> None:
@@ -215,6 +215,6 @@ class WorkerEvents:
             raise UsageError("count", count, "must be at least 1")
         self._workers += count
 
-    def common_events(self) -> list[Any]:
+    def common_events(self) -> list[Hashable]:
         """Events that every worker has seen: a block is stored when all its shards are."""
         return [event for event, count in self._seen.items() if count == self._workers]

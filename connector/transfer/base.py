@@ -25,15 +25,21 @@ from __future__ import annotations
 
 import enum
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
     from connector.messages import EngineRequest
     from connector.transfer.config import KVTransferConfig
+
+StepMetadata: TypeAlias = Any
+"""What a connector's scheduler side tells its workers for a step: of a class of the connector's
+own, which nobody else reads."""
+EngineDescription: TypeAlias = Any
+"""What an engine says about itself: of a type agreed between it and its connectors."""
 
 
 class KVConnectorRole(enum.Enum):
@@ -67,8 +73,8 @@ class KVConnectorStats(Protocol):
 class KVCacheEvents(Protocol):
     """Collects events (block stored, block removed) that the workers of one engine have seen."""
 
-    def add_events(self, events: list[Any]) -> None: ...
-    def get_all_events(self) -> list[Any]:
+    def add_events(self, events: list[Hashable]) -> None: ...
+    def get_all_events(self) -> list[Hashable]:
         """Return all events that were added, as often as they were."""
         ...
 
@@ -158,7 +164,7 @@ class KVConnectorScheduler(Protocol):
         ...
 
     @abstractmethod
-    def build_connector_meta(self, step: SchedulerStep) -> Any:
+    def build_connector_meta(self, step: SchedulerStep) -> StepMetadata:
         """Return what workers do in this step; picklable, never None. Starts the next step's."""
         ...
 
@@ -176,7 +182,7 @@ class KVConnectorScheduler(Protocol):
         """
         return False, None
 
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[object]:
         """Return the events since the last call."""
         return ()
 
@@ -214,7 +220,7 @@ class KVConnectorWorker(Protocol):
         return
 
     @abstractmethod
-    def bind_connector_metadata(self, metadata: Any) -> None:
+    def bind_connector_metadata(self, metadata: StepMetadata) -> None:
         """Take what the scheduler side made for this step."""
         ...
 
@@ -226,7 +232,7 @@ class KVConnectorWorker(Protocol):
     @abstractmethod
     def has_connector_metadata(self) -> bool: ...
 
-    def handle_preemptions(self, metadata: Any) -> None:
+    def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Save what has to be, before the forward overwrites blocks that requests have lost."""
         return
 
@@ -282,16 +288,19 @@ class KVConnectorWorker(Protocol):
 class KVConnectorBase(Protocol):
     """Describes what is registered under a name: a class that makes either side.
 
-    `engine` is what the engine has to say about itself; its type is agreed
-    between an engine and the connectors it uses (`KVStoreConnector` takes an
+    `engine` is what the engine has to say about itself (`KVStoreConnector` takes an
     `EngineInfo`).
     """
 
     @classmethod
-    def make_scheduler(cls, config: KVTransferConfig, engine: Any) -> KVConnectorScheduler: ...
+    def make_scheduler(
+        cls, config: KVTransferConfig, engine: EngineDescription
+    ) -> KVConnectorScheduler: ...
 
     @classmethod
-    def make_worker(cls, config: KVTransferConfig, engine: Any) -> KVConnectorWorker: ...
+    def make_worker(
+        cls, config: KVTransferConfig, engine: EngineDescription
+    ) -> KVConnectorWorker: ...
 
 
 KVConnectorBaseType = KVConnectorBase

@@ -4,7 +4,8 @@
 that name in vLLM 0.32 and 0.33; a connector that imports it and its neighbours from here instead
 of from `vllm.distributed.kv_transfer.kv_connector.v1.base` is otherwise unchanged. Our factory
 makes its sides: `connector.transfer.v1_sides` translates the calls of `connector.transfer.base`.
-What engines have of their own (requests, blocks, configuration) is `Any` here.
+What engines have of their own (requests, blocks, configuration) has vLLM's names here, and no
+type: a connector reads of it what it likes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from connector.transfer.base import KVConnectorRole
 from kvstore import UsageError
@@ -21,8 +22,23 @@ from kvstore import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from connector.transfer.base import KVCacheEvents, KVConnectorStats, StepMetadata
     from connector.transfer.config import KVTransferConfig
     from connector.transfer.v1_sides import V1EngineInfo, V1Scheduler, V1Worker
+
+# An engine's own. A connector narrows them in its signatures, so they can be no protocols.
+VllmConfig: TypeAlias = Any
+KVCacheConfig: TypeAlias = Any
+KVCacheManager: TypeAlias = Any
+KVCacheBlocks: TypeAlias = Any
+BlockPool: TypeAlias = Any
+Request: TypeAlias = Any
+SchedulerOutput: TypeAlias = Any
+ConnectorOutput: TypeAlias = Any
+ForwardContext: TypeAlias = Any
+AttentionMetadata: TypeAlias = Any
+HandshakeMetadata: TypeAlias = Any
+CacheHitSource: TypeAlias = Any
 
 CopyBlocksOp = Callable[..., None]
 """Copies blocks between host and device: source, destination, ids in each, direction."""
@@ -59,7 +75,7 @@ class SupportsHMA(ABC):
 
     @abstractmethod
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         """Do as `request_finished`, with one list of blocks a group."""
 
@@ -76,20 +92,20 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     The abstract calls are those a connector must have; the others have vLLM's answers.
     """
 
-    _cache_hit_source: Any = "external_unspecified"
+    _cache_hit_source: CacheHitSource = "external_unspecified"
 
     def __init__(
-        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig = None
     ) -> None:
         """`vllm_config` is the engine's configuration, `kv_cache_config` what its KV cache is
         made of; the first releases of vLLM did not give the latter."""
         if getattr(vllm_config, "kv_transfer_config", None) is None:
             raise UsageError("vllm_config.kv_transfer_config", None, "must be set for a connector")
-        self._connector_metadata: Any = None
+        self._connector_metadata: StepMetadata = None
         self._vllm_config = vllm_config
         self._kv_transfer_config = vllm_config.kv_transfer_config
         self._kv_cache_config = kv_cache_config
-        self._kv_cache_manager: Any = None
+        self._kv_cache_manager: KVCacheManager = None
         self._role = role
 
     @classmethod
@@ -121,12 +137,16 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     # Worker side
 
     @abstractmethod
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None: ...
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None: ...
     @abstractmethod
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: object,
     ) -> None: ...
     @abstractmethod
     def wait_for_save(self) -> None: ...
@@ -134,13 +154,13 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
         return None
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
 
-    def _get_connector_metadata(self) -> Any:
+    def _get_connector_metadata(self) -> StepMetadata:
         if self._connector_metadata is None:
             raise UsageError("metadata", None, "call bind_connector_metadata first in every step")
         return self._connector_metadata
@@ -166,7 +186,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     def reset_capture_state(self) -> None:
         return
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         return
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -182,10 +202,10 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     def shutdown(self) -> None:
         return
 
-    def get_kv_connector_stats(self) -> Any:
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return None
 
-    def get_kv_connector_kv_cache_events(self) -> Any:
+    def get_kv_connector_kv_cache_events(self) -> KVCacheEvents | None:
         return None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -198,51 +218,51 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
 
     @abstractmethod
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]: ...
     @abstractmethod
     def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None: ...
     @abstractmethod
-    def build_connector_meta(self, scheduler_output: Any) -> Any: ...
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata: ...
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._kv_cache_manager = kv_cache_manager
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         return
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         ids: tuple[int, ...] = self._kv_cache_config.prefix_cacheable_group_ids
         return ids
 
     def get_external_cache_hit_sources(
-        self, request: Any, num_external_tokens: int
-    ) -> dict[Any, int]:
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
         return {self._cache_hit_source: num_external_tokens} if num_external_tokens else {}
 
-    def on_new_request(self, request: Any) -> None:
+    def on_new_request(self, request: Request) -> None:
         return
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         return
 
     def request_finished(
-        self, request: Any, block_ids: list[int]
+        self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
         return False, None
 
     def register_finished_partial_tail(
         self,
-        request: Any,
+        request: Request,
         block_ids: tuple[list[int], ...],
         partial_tail_offloads: list[tuple[int, int, int]],
     ) -> bool:
         return False
 
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[object]:
         return ()
 
     def has_pending_block_frees(self) -> bool:
@@ -254,10 +274,12 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     def get_finished_count(self) -> int | None:
         return None
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[int, HandshakeMetadata]) -> None:
         return
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], HandshakeMetadata]
+    ) -> None:
         if any(pp_rank != 0 for pp_rank, _ in metadata):
             raise UsageError(
                 "pp_rank", sorted(metadata), f"{type(self).__name__} knows rank 0 only"
@@ -270,11 +292,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
     # Of the class
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+    def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
         return True
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         if cls is KVConnectorBase_V1:
             raise TypeError("get_required_kvcache_layout is asked of a connector, not of the base")
         return None
@@ -284,15 +306,15 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> Any:
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> object:
         return None
 
     @classmethod
     def build_prom_metrics(
         cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
+    ) -> object:
         return None

@@ -119,7 +119,7 @@ class KVTransferConfig:
         """
         return sha256(b"[]", usedforsecurity=False).hexdigest()
 
-    def get_from_extra_config(self, key: str, default: Any) -> Any:
+    def get_from_extra_config(self, key: str, default: object) -> Any:
         """`kv_connector_extra_config[key]`, or `default` when it has no such key."""
         return self.kv_connector_extra_config.get(key, default)
 

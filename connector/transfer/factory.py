@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, cast, overload
 
 from connector.limits import CONNECTORS_REGISTERED_MAX
 from connector.transfer.base import KVConnectorRole
 from kvstore import UsageError
 
 if TYPE_CHECKING:
-    from connector.transfer.base import KVConnectorBase, KVConnectorScheduler, KVConnectorWorker
+    from connector.transfer.base import (
+        EngineDescription,
+        KVConnectorBase,
+        KVConnectorScheduler,
+        KVConnectorWorker,
+    )
     from connector.transfer.config import KVTransferConfig
 
 
@@ -89,24 +94,30 @@ class KVConnectorFactory:
     @overload
     @classmethod
     def create_connector(
-        cls, config: KVTransferConfig, role: Literal[KVConnectorRole.SCHEDULER], engine: Any
+        cls,
+        config: KVTransferConfig,
+        role: Literal[KVConnectorRole.SCHEDULER],
+        engine: EngineDescription,
     ) -> KVConnectorScheduler: ...
 
     @overload
     @classmethod
     def create_connector(
-        cls, config: KVTransferConfig, role: Literal[KVConnectorRole.WORKER], engine: Any
+        cls,
+        config: KVTransferConfig,
+        role: Literal[KVConnectorRole.WORKER],
+        engine: EngineDescription,
     ) -> KVConnectorWorker: ...
 
     @overload
     @classmethod
     def create_connector(
-        cls, config: KVTransferConfig, role: KVConnectorRole, engine: Any
+        cls, config: KVTransferConfig, role: KVConnectorRole, engine: EngineDescription
     ) -> KVConnectorScheduler | KVConnectorWorker: ...
 
     @classmethod
     def create_connector(
-        cls, config: KVTransferConfig, role: KVConnectorRole, engine: Any
+        cls, config: KVTransferConfig, role: KVConnectorRole, engine: EngineDescription
     ) -> KVConnectorScheduler | KVConnectorWorker:
         """Return the side `role` of the connector that `config` names.
 

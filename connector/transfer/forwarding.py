@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import isfunction
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore import InternalError, UsageError
 
@@ -20,9 +20,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Calls = Iterable[Callable[[], Any]]
 """One call for each child, in order, not made yet."""
-Rule = Callable[[str, Calls], Any]
+Rule = Callable[[str, Calls], object]
 """Makes the calls and one answer of theirs. The first argument is the method's name."""
 _Class = TypeVar("_Class", bound=type)
+
+
+class _Several(Protocol):
+    _children: Sequence[object]
 
 
 def each(name: str, calls: Calls) -> None:
@@ -54,20 +58,20 @@ def none_refuses(name: str, calls: Calls) -> bool:
     return False not in [call() for call in calls]
 
 
-def united(name: str, calls: Calls) -> set[Any]:
+def united(name: str, calls: Calls) -> set[object]:
     return set().union(*(call() for call in calls))
 
 
-def one_after_another(name: str, calls: Calls) -> list[Any]:
+def one_after_another(name: str, calls: Calls) -> list[object]:
     return [item for call in calls for item in call()]
 
 
-def the_same(name: str, calls: Calls) -> Any:
+def the_same(name: str, calls: Calls) -> object:
     """Return what those children say that say something. Raises `UsageError` when they differ."""
     return _only(name, [answer for call in calls if (answer := call()) is not None])
 
 
-def the_same_of_all(name: str, calls: Calls) -> Any:
+def the_same_of_all(name: str, calls: Calls) -> object:
     """As `the_same`, but None as soon as one child says nothing."""
     answers = [call() for call in calls]
     return None if None in answers else _only(name, answers)
@@ -91,8 +95,8 @@ def forwarding(protocol: type, rules: Mapping[str, Rule]) -> Callable[[_Class], 
     each either in its body or by a rule.
     """
 
-    def method(name: str, rule: Rule) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(name: str, rule: Rule) -> Callable[..., object]:
+        def forward(self: _Several, *args: object, **kwargs: object) -> object:
             bound = [getattr(child, name) for child in self._children]
             return rule(name, [partial(call, *args, **kwargs) for call in bound])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from connector.limits import MULTI_CONNECTORS_MAX
 from connector.transfer.base import (
@@ -19,6 +19,7 @@ from connector.transfer.base import (
     KVConnectorScheduler,
     KVConnectorStats,
     KVConnectorWorker,
+    KVConnectorWorkerMetadata,
     SchedulerStep,
     TransferResults,
 )
@@ -38,7 +39,17 @@ from connector.transfer.forwarding import (
 from kvstore import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from connector.messages import EngineRequest
+    from connector.transfer.base import EngineDescription
+
+
+class _Side(Protocol):
+    def shutdown(self) -> None: ...
+
+
+_Made = TypeVar("_Made", bound=_Side)
 
 
 @dataclass(slots=True)
@@ -54,7 +65,7 @@ class MultiMetadata:
 class MultiWorkerMetadata:
     """Carries what each child's worker side says; None where it says nothing."""
 
-    children: tuple[Any, ...]
+    children: tuple[KVConnectorWorkerMetadata | None, ...]
 
     def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
         self.children = tuple(
@@ -268,15 +279,25 @@ class MultiConnector:
     """
 
     @classmethod
-    def make_scheduler(cls, config: KVTransferConfig, engine: Any) -> KVConnectorScheduler:
+    def make_scheduler(
+        cls, config: KVTransferConfig, engine: EngineDescription
+    ) -> KVConnectorScheduler:
         """Raises what the children's makers raise; those already made are shut down then."""
-        made, names = _make_all(config, KVConnectorRole.SCHEDULER, engine)
+
+        def make(child: KVTransferConfig) -> KVConnectorScheduler:
+            return KVConnectorFactory.create_connector(child, KVConnectorRole.SCHEDULER, engine)
+
+        made, names = _make_all(config, make)
         return cast("KVConnectorScheduler", _MultiScheduler(made, names))
 
     @classmethod
-    def make_worker(cls, config: KVTransferConfig, engine: Any) -> KVConnectorWorker:
+    def make_worker(cls, config: KVTransferConfig, engine: EngineDescription) -> KVConnectorWorker:
         """As `make_scheduler`."""
-        made, names = _make_all(config, KVConnectorRole.WORKER, engine)
+
+        def make(child: KVTransferConfig) -> KVConnectorWorker:
+            return KVConnectorFactory.create_connector(child, KVConnectorRole.WORKER, engine)
+
+        made, names = _make_all(config, make)
         return cast("KVConnectorWorker", _MultiWorker(made, names))
 
 
@@ -295,14 +316,14 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
 
 
 def _make_all(
-    config: KVTransferConfig, role: KVConnectorRole, engine: Any
-) -> tuple[list[Any], list[str]]:
+    config: KVTransferConfig, make: Callable[[KVTransferConfig], _Made]
+) -> tuple[list[_Made], list[str]]:
     """Return the children and their names."""
     configs = child_configs(config)
-    made: list[Any] = []
+    made: list[_Made] = []
     try:
         for config in configs:
-            made.append(KVConnectorFactory.create_connector(config, role, engine))  # noqa: PERF401
+            made.append(make(config))  # noqa: PERF401
     except BaseException:
         with suppress(Exception):
             each_whatever_happens("shutdown", [child.shutdown for child in made])

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.limits import GROUP_WAIT_S
 from connector.transfer.base import KVConnectorRole, KVConnectorScheduler, KVConnectorWorker
@@ -15,6 +15,7 @@ from connector.transfer.factory import KVConnectorFactory
 from kvstore import DeadlineError, UsageError
 
 if TYPE_CHECKING:
+    from connector.transfer.base import EngineDescription
     from connector.transfer.config import KVTransferConfig
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def ensure_kv_transfer_initialized(config: KVTransferConfig | None, engine: Any) -> None:
+def ensure_kv_transfer_initialized(
+    config: KVTransferConfig | None, engine: EngineDescription
+) -> None:
     """Make this process's worker-side connector unless there is one, or `config` wants none.
 
     Safe to call again and from several threads: the first call decides, and the

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.transfer.base import (
     KVConnectorOutput,
@@ -30,8 +30,14 @@ if TYPE_CHECKING:
     import torch
 
     from connector.messages import EngineRequest
-    from connector.transfer.base import KVConnectorRole
-    from connector.transfer.base_v1 import KVConnectorBase_V1
+    from connector.transfer.base import (
+        KVCacheEvents,
+        KVConnectorRole,
+        KVConnectorStats,
+        KVConnectorWorkerMetadata,
+        StepMetadata,
+    )
+    from connector.transfer.base_v1 import KVCacheConfig, KVConnectorBase_V1, VllmConfig
     from connector.transfer.config import KVTransferConfig
 
 
@@ -39,14 +45,14 @@ if TYPE_CHECKING:
 class V1EngineInfo:
     """Holds what a connector of vLLM's kind is constructed with."""
 
-    vllm_config: Any
+    vllm_config: VllmConfig
     """Any object that has what the connector reads of vLLM's configuration, such as
     `cache_config.block_size`; its `kv_transfer_config` is set in a copy."""
-    kv_cache_config: Any = None
+    kv_cache_config: KVCacheConfig = None
 
     def arguments(
         self, config: KVTransferConfig, role: KVConnectorRole
-    ) -> tuple[Any, KVConnectorRole, Any]:
+    ) -> tuple[VllmConfig, KVConnectorRole, KVCacheConfig]:
         """Return the arguments of the connector's constructor."""
         vllm_config = copy.copy(self.vllm_config)
         vllm_config.kv_transfer_config = config
@@ -112,7 +118,7 @@ class V1Scheduler(KVConnectorScheduler):
     ) -> None:
         self.connector.update_state_after_alloc(request, _Blocks(block_ids), num_external_tokens)
 
-    def build_connector_meta(self, step: SchedulerStep) -> Any:
+    def build_connector_meta(self, step: SchedulerStep) -> StepMetadata:
         self._preempted.update(r for r in step.preempted if r in self._blocks_told)
         new: list[SimpleNamespace] = []
         cached = _CachedRequests()
@@ -178,10 +184,10 @@ class V1Scheduler(KVConnectorScheduler):
             return self.connector.request_finished_all_groups(request, (list(block_ids),))
         return self.connector.request_finished(request, list(block_ids))
 
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[object]:
         return self.connector.take_events()
 
-    def get_kv_connector_stats(self) -> Any:
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self.connector.get_kv_connector_stats()
 
     def has_pending_work(self) -> bool:
@@ -225,7 +231,7 @@ class V1Worker(KVConnectorWorker):
         self._layers = {name: SimpleNamespace(kv_cache=kv) for name, kv in kv_caches.items()}
         self.connector.register_kv_caches(dict(kv_caches))
 
-    def bind_connector_metadata(self, metadata: Any) -> None:
+    def bind_connector_metadata(self, metadata: StepMetadata) -> None:
         self.connector.bind_connector_metadata(metadata)
 
     def clear_connector_metadata(self) -> None:
@@ -234,7 +240,7 @@ class V1Worker(KVConnectorWorker):
     def has_connector_metadata(self) -> bool:
         return self.connector.has_connector_metadata()
 
-    def handle_preemptions(self, metadata: Any) -> None:
+    def handle_preemptions(self, metadata: StepMetadata) -> None:
         self.connector.handle_preemptions(metadata)
 
     def start_load_kv(self) -> None:
@@ -263,13 +269,13 @@ class V1Worker(KVConnectorWorker):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.connector.get_block_ids_with_load_errors()
 
-    def build_connector_worker_meta(self) -> Any:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.connector.build_connector_worker_meta()
 
-    def get_kv_connector_stats(self) -> Any:
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self.connector.get_kv_connector_stats()
 
-    def get_kv_cache_events(self) -> Any:
+    def get_kv_cache_events(self) -> KVCacheEvents | None:
         return self.connector.get_kv_connector_kv_cache_events()
 
     def shutdown(self) -> None:

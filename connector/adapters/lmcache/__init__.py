@@ -4,7 +4,7 @@
 LMCache inside an engine's process.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from connector.adapters.lmcache.l2 import KVStoreL2Adapter
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["KVStoreL2Adapter", "KVStoreConnectorAdapter"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import LMCache only when it asks for a class by the name of this package."""
     if name == "KVStoreL2Adapter":
         from connector.adapters.lmcache.l2 import KVStoreL2Adapter

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from connector.limits import INVENTORY_KEYS_MAX
 from kvstore import UsageError
 
 
-class Stored(NamedTuple):
-    key: Any
-    """LMCache's `ObjectKey`."""
+class ChunkKey(Protocol):
+    """Shows what is used here of any key of LMCache's. It is hashable."""
+
+    model_name: str
+
+
+_Key = TypeVar("_Key", bound=ChunkKey)
+
+
+class Stored(NamedTuple, Generic[_Key]):
+    key: _Key
     size_bytes: int
     number: int
     """Grows with each chunk that is stored."""
 
 
-class Inventory:
+class Inventory(Generic[_Key]):
     """Keeps keys and sizes in the order in which they were stored. Thread-safe and bounded.
 
     The store itself has hashes of keys only and cannot name a chunk, and what other servers have
@@ -28,17 +36,17 @@ class Inventory:
     def __init__(self, most: int = INVENTORY_KEYS_MAX) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._stored: dict[Any, Stored] = {}
+        self._stored: dict[_Key, Stored[_Key]] = {}
         self._number = 0
         self._checked = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def add(self, keys: Sequence[Any], sizes_bytes: Sequence[int]) -> list[Stored]:
+    def add(self, keys: Sequence[_Key], sizes_bytes: Sequence[int]) -> list[Stored[_Key]]:
         """Remember what was stored; returns what is not to be counted any more: former lives of
         the same keys, and the oldest, for which there is no room."""
-        gone: list[Stored] = []
+        gone: list[Stored[_Key]] = []
         with self._lock:
             for key, size_bytes in zip(keys, sizes_bytes, strict=True):
                 former = self._stored.pop(key, None)
@@ -50,7 +58,7 @@ class Inventory:
                 gone.append(self._stored.pop(next(iter(self._stored))))
         return gone
 
-    def remove(self, chunks: Iterable[Stored]) -> list[Stored]:
+    def remove(self, chunks: Iterable[Stored[_Key]]) -> list[Stored[_Key]]:
         """Forget these, unless they were stored again meanwhile; returns which were known."""
         with self._lock:
             gone = [c for c in chunks if self._stored.get(c.key) == c]
@@ -58,13 +66,13 @@ class Inventory:
                 del self._stored[chunk.key]
         return gone
 
-    def of(self, keys: Iterable[Any]) -> list[Stored]:
+    def of(self, keys: Iterable[_Key]) -> list[Stored[_Key]]:
         """Return what is known of `keys`."""
         with self._lock:
             found = (self._stored.get(key) for key in keys)
             return [chunk for chunk in found if chunk is not None]
 
-    def next_to_check(self, count: int) -> list[Stored]:
+    def next_to_check(self, count: int) -> list[Stored[_Key]]:
         """Return the next of all chunks in turn, at most `count` of them and none twice."""
         with self._lock:
             after = [c for c in self._stored.values() if c.number > self._checked][:count]
@@ -75,7 +83,7 @@ class Inventory:
             self._checked = after[-1].number if after else 0
         return after
 
-    def page(self, model_name: str | None, count: int, cursor: str | None) -> list[Stored]:
+    def page(self, model_name: str | None, count: int, cursor: str | None) -> list[Stored[_Key]]:
         """Return the next chunks after `cursor`, oldest first, at most `count`; a cursor is the
         number of the last one seen. Raises `UsageError` for what is no cursor."""
         try:

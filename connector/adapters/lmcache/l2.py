@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Protocol
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage
@@ -73,7 +73,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._locks = Locks(
             self._store, most=int(values["locked_keys_max"]), timeout_s=values["lock_timeout_s"]
         )
-        self._inventory = Inventory()
+        self._inventory: Inventory[ObjectKey] = Inventory()
         self._events = [create_event_notifier() for _ in range(3)]
         stored, looked_up, loaded = self._events
         self._stored: Results[L2StoreResult] = Results(_signal(stored))
@@ -222,11 +222,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._notify_keys_stored(keys, sizes_bytes)
         self._uncount(self._inventory.add(keys, sizes_bytes))
 
-    def _uncount(self, gone: Sequence[Stored]) -> None:
+    def _uncount(self, gone: Sequence[Stored[ObjectKey]]) -> None:
         if gone:
             self._notify_keys_deleted([c.key for c in gone], [c.size_bytes for c in gone])
 
-    def _check(self, chunks: Sequence[Stored]) -> list[Stored]:
+    def _check(self, chunks: Sequence[Stored[ObjectKey]]) -> list[Stored[ObjectKey]]:
         """Return which of `chunks` are still there. What the nodes have evicted is counted no more;
         while the index does not answer, nothing counts as evicted."""
         found = self._store.lookup(self._pages.keys(names([c.key for c in chunks])))
@@ -263,7 +263,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             event.close()
 
 
-def _signal(event: Any) -> Callable[[], None]:
+class _Event(Protocol):
+    def notify(self) -> object: ...
+
+
+def _signal(event: _Event) -> Callable[[], None]:
     """A task that ends after `close` has nobody left to tell."""
 
     def signal() -> None:

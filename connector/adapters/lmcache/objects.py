@@ -28,6 +28,8 @@ class ObjectKey(Protocol):
 class EngineKey(Protocol):
     """Shows what is used of a key of LMCache inside an engine. It is hashable."""
 
+    model_name: str
+
     def to_string(self) -> str: ...
 
 

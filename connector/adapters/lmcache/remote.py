@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
@@ -44,6 +44,9 @@ from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import TaskThreads
 from kvstore import BlockRef, PeerError, PutStatus, in_batches
 
+if TYPE_CHECKING:
+    from lmcache.v1.storage_backend.connector import ConnectorContext
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -62,7 +65,7 @@ class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
         scheme, _, name = url.partition("://")
         return scheme == "plugin" and bool(extract_plugin_type(name) == PLUGIN)
 
-    def create_connector(self, context: Any) -> KVStoreRemoteConnector:
+    def create_connector(self, context: ConnectorContext) -> KVStoreRemoteConnector:
         prefix = f"remote_storage_plugin.{context.plugin_name or PLUGIN}."
         extra = context.config.extra_config or {}
         own = {
@@ -80,7 +83,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     time. A peer's fault is a miss; a put that failed raises, because that is how LMCache counts it.
     """
 
-    def __init__(self, context: Any, settings: dict[str, object]) -> None:
+    def __init__(self, context: ConnectorContext, settings: dict[str, object]) -> None:
         super().__init__(context.config, context.metadata)
         config = ConnectorSettings.from_extra(
             settings, where="remote_storage_plugin", only=STORE_SETTINGS
@@ -95,7 +98,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         self._memory = context.local_cpu_backend
         self._store = open_store(config)
         self._pages = Pages(self._store, chunks)
-        self._inventory = Inventory()
+        self._inventory: Inventory[EngineKey] = Inventory()
         self._tasks = TaskThreads("kvstore-lmcache", lambda: None, TASK_THREADS_DEFAULT)
 
     def __repr__(self) -> str:
@@ -277,7 +280,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return await self._do(self._list, [])
 
     def _list(self) -> Sequence[str]:
-        there: list[Stored] = []
+        there: list[Stored[EngineKey]] = []
         cursor = None
         while page := self._inventory.page(None, LIST_PAGE_KEYS_MAX, cursor):
             found = self._store.lookup(self._pages.keys(engine_names([c.key for c in page])))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 PLACES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
@@ -12,7 +14,7 @@ PLACES = (
 """Newest first."""
 
 
-def _interface() -> Any:
+def _interface() -> ModuleType:
     for place in PLACES[:-1]:
         try:
             return import_module(place)
@@ -24,6 +26,31 @@ def _interface() -> Any:
 _found = _interface()
 SchedulerBase: Any = _found.KvCacheConnectorScheduler
 WorkerBase: Any = _found.KvCacheConnectorWorker
+
+
+class LlmRequest(Protocol):
+    """Shows what is used of a request of the executor's."""
+
+    request_id: int
+
+    def get_tokens(self, beam: int) -> Sequence[int]: ...
+
+
+class RequestData(Protocol):
+    """Shows what is used of what a step says about a request."""
+
+    request_id: int
+    new_tokens: Sequence[int]
+    new_block_ids: Sequence[int]
+    computed_position: int
+    num_scheduled_tokens: int
+
+
+class SchedulerOutput(Protocol):
+    """Shows what is used of what a step computes."""
+
+    new_requests: Sequence[RequestData]
+    cached_requests: Sequence[RequestData]
 
 
 def rank() -> int:

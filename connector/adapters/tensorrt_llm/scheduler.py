@@ -10,9 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from connector.adapters.tensorrt_llm.interface import SchedulerBase
+from connector.adapters.tensorrt_llm.interface import (
+    LlmRequest,
+    RequestData,
+    SchedulerBase,
+    SchedulerOutput,
+)
 from connector.adapters.tensorrt_llm.messages import Orders, Run
 from connector.adapters.tensorrt_llm.promises import Promises
 from connector.adapters.tensorrt_llm.shape import check, salt_of, why_not
@@ -31,7 +35,7 @@ all ranks, and the engine runs at most one step ahead of its results."""
 class _Request:
     """Holds one request from its first lookup to its end."""
 
-    request: Any
+    request: LlmRequest
     salt: str | int | None
     stored: bool
     """Whether anything of it may be loaded or saved."""
@@ -55,7 +59,7 @@ class _Request:
 class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
     """Offers what is in the store, and plans loads and saves."""
 
-    def __init__(self, llm_args: Any) -> None:
+    def __init__(self, llm_args: object) -> None:
         super().__init__(llm_args)
         check(llm_args)
         self._args = llm_args
@@ -81,7 +85,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         return self._promises
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return the tokens of whole blocks, behind those computed, that the store will give. They
         are read as part of the step, so the second is False."""
@@ -107,10 +111,10 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         state.promised = len(state.refs[0])
         return state.promised * size, False
 
-    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+    def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Nothing: what is allocated comes with each step, in chunks too."""
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         """Return what the workers load before and save after the forward of this step."""
         self._step += 1
         loads: list[Run] = []
@@ -141,17 +145,17 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         self._end_promises()
         return Orders(tuple(loads), tuple(saves))
 
-    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+    def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Return False: what is saved of it was copied in the steps that computed it."""
         self._forget(int(request.request_id))
         return False
 
-    def request_reset(self, request: Any) -> None:
+    def request_reset(self, request: LlmRequest) -> None:
         """Forget the blocks of a request that starts again from its first token. What ranks were
         told to load stays pinned until they have."""
         self._forget(int(request.request_id))
 
-    def cancel_load(self, request: Any, start: int, end: int) -> None:
+    def cancel_load(self, request: LlmRequest, start: int, end: int) -> None:
         """Take back the offer from token `start` on."""
         state = self._requests.get(int(request.request_id))
         if state is None:
@@ -160,7 +164,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         if not state.promised:
             self._end_unless_told(state)
 
-    def _note(self, state: _Request, data: Any) -> None:
+    def _note(self, state: _Request, data: RequestData) -> None:
         state.tokens += data.new_tokens
         state.blocks += data.new_block_ids
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
 from connector.layout.block_hashes import ALGORITHM
@@ -30,17 +29,16 @@ def settings() -> ConnectorSettings:
     return ConnectorSettings.from_extra(extra, where=SETTINGS, only=STORE_SETTINGS)
 
 
-def check(args: Any) -> None:
+def check(args: object) -> None:
     """Raises `UsageError` for what cannot be shared rightly. TensorRT-LLM itself refuses several
     pipeline stages, beams and state-space layers beside a connector."""
-    if _number(args, "pipeline_parallel_size") != 1:
-        raise UsageError("pipeline_parallel_size", args.pipeline_parallel_size, "must be 1")
-    if _number(args, "context_parallel_size") != 1:
-        raise UsageError("context_parallel_size", args.context_parallel_size, "must be 1")
-    if getattr(args, "enable_attention_dp", False):
+    for name in ("pipeline_parallel_size", "context_parallel_size"):
+        if (found := _number(args, name)) != 1:
+            raise UsageError(name, found, "must be 1")
+    if own := getattr(args, "enable_attention_dp", False):
         raise UsageError(
             "enable_attention_dp",
-            args.enable_attention_dp,
+            own,
             "must be false: each rank has requests and blocks of its own then",
         )
     ranks, of_host = tp_size(args), getattr(args, "gpus_per_node", None)
@@ -48,19 +46,19 @@ def check(args: Any) -> None:
         raise UsageError(
             "tensor_parallel_size", ranks, f"must be at most {of_host}, the GPUs of one host"
         )
-    if getattr(args, "speculative_config", None) is not None:
+    if (drafts := getattr(args, "speculative_config", None)) is not None:
         raise UsageError(
             "speculative_config",
-            type(args.speculative_config).__name__,
+            type(drafts).__name__,
             "must be None: the connector interface reports no drafts",
         )
 
 
-def tp_size(args: Any) -> int:
+def tp_size(args: object) -> int:
     return _number(args, "tensor_parallel_size")
 
 
-def _number(args: Any, name: str) -> int:
+def _number(args: object, name: str) -> int:
     return int(getattr(args, name, None) or 1)
 
 
@@ -74,7 +72,7 @@ class PoolShape:
     dtype: str
 
     def namespaces(
-        self, args: Any, config: ConnectorSettings, engine: Mapping[str, Field], ranks: int
+        self, args: object, config: ConnectorSettings, engine: Mapping[str, Field], ranks: int
     ) -> list[Namespace]:
         """Return one for each tensor-parallel rank."""
         common: dict[str, Field] = {
@@ -93,7 +91,7 @@ class PoolShape:
         return [Namespace({**common, "tp_rank": rank}, salt=salt) for rank in range(ranks)]
 
 
-def block_tokens(args: Any) -> int:
+def block_tokens(args: object) -> int:
     """Return tokens of an engine block. Raises `UsageError` where the arguments do not say it."""
     found = getattr(getattr(args, "kv_cache_config", None), "tokens_per_block", None)
     if not isinstance(found, int) or found < 1:
@@ -101,7 +99,7 @@ def block_tokens(args: Any) -> int:
     return found
 
 
-def engine_fields(args: Any, release: str, weights_id: str | None) -> dict[str, Field]:
+def engine_fields(args: object, release: str, weights_id: str | None) -> dict[str, Field]:
     """Return namespace fields that the engine's arguments give: release, weights, what shapes a
     forward.
 
@@ -141,7 +139,7 @@ NOT_STORED = (
 """What else shapes the KV of a request, and is not in its tokens: such a request is computed."""
 
 
-def why_not(request: Any) -> str:
+def why_not(request: object) -> str:
     """Return why nothing of this request is loaded or saved; empty: its tokens and its salt say
     all."""
     for name in NOT_STORED:
@@ -155,7 +153,7 @@ def why_not(request: Any) -> str:
     return ""
 
 
-def salt_of(request: Any) -> str | int | None:
+def salt_of(request: object) -> str | int | None:
     """Return what keeps a request's KV apart from that of others."""
     found = getattr(request, "cache_salt", None)
     if found is None:

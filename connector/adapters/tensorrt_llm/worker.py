@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.adapters.tensorrt_llm.interface import WorkerBase, rank, release
 from connector.adapters.tensorrt_llm.messages import Orders, Run
@@ -27,6 +27,8 @@ from connector.pages.pages import Pages, Parts, memory_at
 from kvstore import KVStoreError, NodeUnavailableError, PutStatus, UsageError, in_batches
 
 if TYPE_CHECKING:
+    import torch
+
     from kvstore import BlockSession
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ _sides: dict[int, Side] = {}
 """By the identity of the arguments that a worker and a scheduler of one engine were made with."""
 
 
-def shared(llm_args: Any) -> Side | None:
+def shared(llm_args: object) -> Side | None:
     """Return the side of the worker that has registered its pool in this process."""
     return _sides.get(id(llm_args))
 
@@ -59,21 +61,21 @@ def shared(llm_args: Any) -> Side | None:
 class KVStoreWorker(WorkerBase):  # type: ignore[misc]
     """Moves the bytes of one rank."""
 
-    def __init__(self, llm_args: Any) -> None:
+    def __init__(self, llm_args: object) -> None:
         super().__init__(llm_args)
         check(llm_args)
         self._args = llm_args
         self._config = settings()
         self._store = open_store(self._config)
         self._pages: Pages | None = None
-        self._rows: Any = None
+        self._rows: torch.Tensor
         self._rank = 0
         self._taken: Orders | None = None
         self._step: Orders | None = None
         self._failed: str | None = None
         self._quiet_until = 0.0
 
-    def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Take the pool: its first index is the engine block. Raises `UsageError` for another
         shape of memory."""
         import torch
@@ -98,7 +100,7 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
         _sides[id(self._args)] = Side(self._store, shards, pool.block_tokens)
         log.info("kvstore: namespace %s", self._pages.namespace)
 
-    def start_load_kv(self, stream: Any) -> None:
+    def start_load_kv(self, stream: torch.cuda.Stream) -> None:
         """Read what this step needs into the pool. What cannot be read is said in the forward,
         where the engine expects errors (docs/engines.md)."""
         orders, self._failed = self.get_connector_meta(), None
@@ -112,15 +114,15 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
                 )
                 log.error(self._failed)
 
-    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+    def wait_for_layer_load(self, layer_idx: int, stream: torch.cuda.Stream) -> None:
         """Raise `NodeUnavailableError` in a step whose blocks could not be read."""
         if self._failed is not None:
             raise NodeUnavailableError(self._failed)
 
-    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+    def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream) -> None:
         """Nothing: whole blocks are saved at the end of the forward."""
 
-    def wait_for_save(self, stream: Any) -> None:
+    def wait_for_save(self, stream: torch.cuda.Stream) -> None:
         """Copy the blocks that are full now to the store. Raises `NodeUnavailableError` in a step
         whose blocks could not be read, should no layer have asked."""
         if self._failed is not None:
@@ -177,12 +179,12 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
                 self._quiet_until = time.monotonic() + QUIET_AFTER_FAILURE_S
                 return
 
-    def _staging(self, ids: list[int]) -> Any:
+    def _staging(self, ids: list[int]) -> torch.Tensor:
         import torch
 
         return torch.empty((len(ids), self._rows.shape[1]), dtype=torch.uint8)
 
     @staticmethod
-    def _parts(staged: Any) -> list[Parts]:
+    def _parts(staged: torch.Tensor) -> list[Parts]:
         size = int(staged.shape[1])
         return [[memory_at(row.data_ptr(), size)] for row in staged]

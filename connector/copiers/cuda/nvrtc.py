@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvstore import KVStoreError
@@ -56,7 +57,7 @@ def compiled(capability: tuple[int, int]) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _checked(nvrtc: Any, answer: tuple[Any, ...]) -> Any:
+def _checked(nvrtc: ModuleType, answer: tuple[Any, ...]) -> Any:
     """Return the value behind the result code."""
     result, *values = answer
     if int(result):

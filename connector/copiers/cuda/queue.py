@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from connector.copiers.base import Ready
 from connector.copiers.cuda.copier import DeviceLane, HostMemory, StagedCopy
@@ -103,7 +104,7 @@ class CudaStream:
         without_times = int(self._cuda.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         return self._cuda.call(self._cuda.driver.cuEventCreate, flags | without_times)
 
-    def begin(self) -> tuple[Cuda, Any]:
+    def begin(self) -> tuple[Cuda, ModuleType]:
         """Before every call that gives the stream something to do."""
         self._cuda.enter()
         self._busy = True
