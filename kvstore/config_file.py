@@ -54,7 +54,7 @@ class ConfigFile:
         """How messages call the table `name`."""
         return f"{self.path} [{name}]"
 
-    def limits(self, over: Mapping[str, Any] | None = None) -> Limits:
+    def limits(self, over: Mapping[str, object] | None = None) -> Limits:
         """The node's limits: what `over` says, else `[limits]`, else the defaults.
 
         Raises `UsageError` for a name or a value that cannot be, and for a constant that this

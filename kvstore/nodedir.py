@@ -27,7 +27,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,14 +229,14 @@ class NodeDir:
             let_through(e)
             return 0
 
-    def keep_resets(self, kept: dict[str, Any]) -> None:
+    def keep_resets(self, kept: Mapping[str, object]) -> None:
         """Write `kept`, a JSON object: readers see the old one or the new one, whenever the node is
         killed. Raises `OSError`."""
         fresh = self.resets_path.with_suffix(".new")
         fresh.write_bytes(json.dumps(kept).encode())
         fresh.rename(self.resets_path)
 
-    def kept_resets(self) -> dict[str, Any]:
+    def kept_resets(self) -> dict[str, object]:
         """What `keep_resets` wrote last; empty where it cannot be read."""
         try:
             return parse_object(read_small(self.resets_path, FILE_BYTES_MAX), FILE_BYTES_MAX)

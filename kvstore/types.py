@@ -6,7 +6,7 @@ Nothing here does I/O; everything above imports from here.
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 KEY_BYTES = 32
 """Size of a key. Bytes 0..8 are the run tag, 8..32 the chained digest (see keys.py)."""
@@ -15,6 +15,10 @@ TAG_BYTES = 8
 
 Key = bytes
 """32 bytes: the chained hash of a whole prefix up to a block's end, bound to a namespace."""
+
+Value: TypeAlias = Any
+"""What a caller puts and gets: bytes of any kind, an array of numpy's, a tensor of torch's. It has
+no type, for neither library need be there."""
 
 
 class Location(NamedTuple):

@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, size_bytes
 from kvstore.config_file import ConfigFile
@@ -100,7 +100,7 @@ def _bytes_of(field: str, size: str) -> int | None:
 def node_table(file: ConfigFile, options: argparse.Namespace | None = None) -> NodeTable:
     """Return `[node]` of `file`, and in its place what the command line says."""
     given = {name: getattr(options, name, None) for name in allowed_in(NodeTable)}
-    over: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    over: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     for name, variable in VARIABLES.items():
         if value := os.environ.get(variable):
             over.setdefault(name, value)

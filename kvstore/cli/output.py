@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from typing import Any
 
 COLUMNS_MIN = 80
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -88,5 +87,5 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     return json.dumps(value, indent=2)

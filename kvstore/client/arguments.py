@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.errors import UsageError
 from kvstore.keys import Namespace
@@ -18,42 +18,46 @@ from kvstore.limits import (
     Limits,
 )
 from kvstore.transport.stream.security import StreamSecurity
+from kvstore.types import Value
+
+T = TypeVar("T")
 
 _PAIRS = (tuple, list)
 
 
-def is_a(field: str, value: Any, kinds: type | tuple[type, ...], must: str) -> None:
-    """Raise `UsageError`, saying what `field` `must` be, unless `value` is of `kinds`.
+def is_a(field: str, value: object, kinds: type[T] | tuple[type[T], ...], must: str) -> T:
+    """Return `value` if it is of `kinds`, else raise `UsageError`, saying what `field` `must` be.
 
     True and False are numbers only where `kinds` has `bool`.
     """
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in _all(kinds)):
         raise UsageError(field, value, must)
+    return value
 
 
 def _all(kinds: type | tuple[type, ...]) -> tuple[type, ...]:
     return kinds if isinstance(kinds, tuple) else (kinds,)
 
 
-def whole(field: str, value: Any, least: int, most: int) -> None:
+def whole(field: str, value: object, least: int, most: int) -> None:
     """Check that `value` is a whole number from `least` to `most`."""
-    is_a(field, value, int, f"must be a whole number from {least} to {most}")
-    if not least <= value <= most:
+    number = is_a(field, value, int, f"must be a whole number from {least} to {most}")
+    if not least <= number <= most:
         raise UsageError(field, value, f"must be from {least} to {most}")
 
 
-def seconds(field: str, value: Any) -> float:
+def seconds(field: str, value: object) -> float:
     """`value` as seconds: finite and above 0."""
-    is_a(field, value, (int, float), "must be a number of seconds")
-    if not 0 < value < float("inf"):
+    number = float(is_a(field, value, (int, float), "must be a number of seconds"))
+    if not 0 < number < float("inf"):
         raise UsageError(field, value, "must be greater than 0, and finite")
-    return float(value)
+    return number
 
 
-def text(field: str, value: Any) -> None:
+def text(field: str, value: object) -> None:
     """Check that `value` is text that can be a name: not empty, without zeros."""
-    is_a(field, value, str, "must be text")
-    if not value or "\0" in value or not _encodes(value):
+    name = is_a(field, value, str, "must be text")
+    if not name or "\0" in name or not _encodes(name):
         raise UsageError(field, value, "must not be empty, nor have zeros or lone surrogates in it")
 
 
@@ -65,17 +69,16 @@ def _encodes(value: str) -> bool:
     return True
 
 
-def tenant_id(tenant: Any) -> int:
+def tenant_id(tenant: object) -> int:
     """Return the 32 bits by which nodes know a tenant. Raises `UsageError` for what cannot be its
     name."""
-    is_a("tenant", tenant, str, "must be text")
-    raw = tenant.encode("utf-8", "surrogatepass")
+    raw = is_a("tenant", tenant, str, "must be text").encode("utf-8", "surrogatepass")
     if len(raw) > TENANT_BYTES_MAX:
         raise UsageError("tenant", f"{len(raw)} bytes", f"must be at most {TENANT_BYTES_MAX}")
     return int.from_bytes(blake2b(raw, digest_size=4, person=b"kvstore-tenant").digest(), "little")
 
 
-def flag(field: str, value: Any) -> None:
+def flag(field: str, value: object) -> None:
     """Check that `value` is True or False."""
     if not isinstance(value, bool):
         raise UsageError(field, value, "must be True or False")
@@ -93,7 +96,7 @@ def several(field: str, value: Any, of: str) -> Sequence[Any]:
     return value  # type: ignore[no-any-return]
 
 
-def pairs(items: Any) -> list[tuple[Any, Any]]:
+def pairs(items: Any) -> list[tuple[Any, Value]]:
     """Return keys with values, of a mapping or as they come."""
     if isinstance(items, Mapping):
         return list(items.items())
@@ -111,15 +114,15 @@ def pairs(items: Any) -> list[tuple[Any, Any]]:
 
 def session_settings(
     *,
-    url: Any,
-    key_prefix: Any,
-    node: Any,
-    node_size_bytes: Any,
-    run_dir: Any,
-    verify: Any,
-    limits: Any,
-    transports: Any,
-    security: Any,
+    url: object,
+    key_prefix: object,
+    node: object,
+    node_size_bytes: object,
+    run_dir: object,
+    verify: object,
+    limits: object,
+    transports: object,
+    security: object,
 ) -> None:
     """What `BlockSession` takes; contacts nobody."""
     if url is not None:
@@ -144,7 +147,12 @@ def session_settings(
 
 
 def client_settings(
-    *, namespace: Any, block_tokens: Any, node_size_bytes: Any, salt: Any, **session: Any
+    *,
+    namespace: object,
+    block_tokens: object,
+    node_size_bytes: object,
+    salt: object,
+    **session: object,
 ) -> None:
     """What `Client` takes; contacts nobody."""
     is_a("namespace", namespace, (str, Namespace), "must be a name or a kvstore.Namespace")

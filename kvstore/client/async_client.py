@@ -22,7 +22,7 @@ from kvstore.errors import PeerError, UsageError
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import PutResult, Retained
+from kvstore.types import PutResult, Retained, Value
 
 THREADS = 4
 NO_THREAD = (
@@ -135,7 +135,7 @@ class AsyncClient:
             await _ended(future)
             raise
 
-    async def put(self, key: str | bytes, value: Any, *, replace: bool = False) -> PutResult:
+    async def put(self, key: str | bytes, value: Value, *, replace: bool = False) -> PutResult:
         """Save one value; see `Client.put`."""
         return await self._use(lambda c: c.put(key, value, replace=replace))
 
@@ -143,21 +143,21 @@ class AsyncClient:
         """Save several values, results in order; see `Client.put_many`."""
         return await self._use(lambda c: c.put_many(items, replace=replace))
 
-    async def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Any]) -> list[PutResult]:
+    async def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Value]) -> list[PutResult]:
         """Save the KV blocks at the head of `tokens`; see `Client.put_blocks`."""
         return await self._use(lambda c: c.put_blocks(tokens, blocks))
 
-    async def get(self, key: str | bytes, out: Any = None) -> Any:
+    async def get(self, key: str | bytes, out: Value = None) -> Value:
         """Return the value as it was put, None on a miss; see `Client.get`."""
         return await self._use(lambda c: c.get(key, out))
 
     async def get_many(
-        self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None
-    ) -> list[Any]:
+        self, keys: Sequence[str | bytes], out: Sequence[Value] | None = None
+    ) -> list[Value]:
         """`get` for each of `keys`; see `Client.get_many`."""
         return await self._use(lambda c: c.get_many(keys, out))
 
-    async def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
+    async def get_blocks(self, tokens: Sequence[int], out: Sequence[Value]) -> int:
         """Read the KV blocks at the head of `tokens` into `out`, in order; how many leading
         blocks are there. See `Client.get_blocks`."""
         return await self._use(lambda c: c.get_blocks(tokens, out))
@@ -254,12 +254,12 @@ class AsyncClient:
         await self.close()
 
 
-async def _ended(future: Future[Any]) -> None:
+async def _ended(future: Future[R]) -> None:
     """When the thread is done with it, however often this is cancelled."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
-    def wake(_: Future[Any]) -> None:
+    def wake(_: Future[R]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(ended.set)
 

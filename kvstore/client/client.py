@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from kvstore.client import arguments
 from kvstore.client.base import ResetResult
@@ -28,16 +28,16 @@ from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import IN_STORE, Key, PutResult, Retained
+from kvstore.types import IN_STORE, Key, PutResult, Retained, Value
 
 log = logging.getLogger("kvstore.client")
 
 # To a type checker a dict[str, int] is no Mapping[str | bytes, int].
 Items = (
-    Mapping[str, Any]
-    | Mapping[bytes, Any]
-    | Mapping[str | bytes, Any]
-    | Iterable[tuple[str | bytes, Any]]
+    Mapping[str, Value]
+    | Mapping[bytes, Value]
+    | Mapping[str | bytes, Value]
+    | Iterable[tuple[str | bytes, Value]]
 )
 
 
@@ -148,7 +148,7 @@ class Client:
 
     # --- putting ----------------------------------------------------------
 
-    def put(self, key: str | bytes, value: Any, *, replace: bool = False) -> PutResult:
+    def put(self, key: str | bytes, value: Value, *, replace: bool = False) -> PutResult:
         """Save one value: anything with the buffer protocol, a numpy array, a torch tensor.
 
         An existing key is left as it is, for a cache's values follow from their keys; the
@@ -164,7 +164,7 @@ class Client:
         With `replace=True` the last value counts of those that are given for one key."""
         return self._save_values(arguments.pairs(items), replace)
 
-    def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Any]) -> list[PutResult]:
+    def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Value]) -> list[PutResult]:
         """Save the KV blocks at the head of `tokens`: `blocks[i]` is a buffer with the KV of
         tokens `i * block_tokens` to `(i + 1) * block_tokens`. At most as many as are full."""
         keys = self._block_keys(tokens)
@@ -179,7 +179,7 @@ class Client:
         return self._counted(self._saver.save(keys[: len(blocks)], payloads))
 
     def _save_values(
-        self, pairs: Sequence[tuple[str | bytes, Any]], replace: bool
+        self, pairs: Sequence[tuple[str | bytes, Value]], replace: bool
     ) -> list[PutResult]:
         arguments.flag("replace", replace)
         self._check_open()
@@ -197,7 +197,7 @@ class Client:
 
     # --- getting ----------------------------------------------------------
 
-    def get(self, key: str | bytes, out: Any = None) -> Any:
+    def get(self, key: str | bytes, out: Value = None) -> Value:
         """Return the value as it was put (bytes, array, tensor with dtype and shape), None on a
         miss.
 
@@ -210,7 +210,9 @@ class Client:
         """
         return self._getter.get(self._value_key(key), out)
 
-    def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
+    def get_many(
+        self, keys: Sequence[str | bytes], out: Sequence[Value] | None = None
+    ) -> list[Value]:
         """`get` for each of `keys`, with one index round trip for all that were not seen before.
 
         Of several in `out`, one that does not fit is unchanged; others may have been filled."""
@@ -223,7 +225,7 @@ class Client:
         raw_keys = list(map(self.namespace.value_key, keys))
         return self._getter.get_many(raw_keys, [None] * len(keys) if out is None else out)
 
-    def get_blocks(self, tokens: Sequence[int], out: Sequence[Any]) -> int:
+    def get_blocks(self, tokens: Sequence[int], out: Sequence[Value]) -> int:
         """Read the KV blocks at the head of `tokens` into the buffers in `out`, in order.
 
         Returns how many leading blocks are there, whole and right; what `out` holds

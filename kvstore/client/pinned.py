@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from kvstore.client.base import BlockRef
 from kvstore.client.local.host_writer import HostWriter
-from kvstore.client.pins import Pin
+from kvstore.client.pins import Memory, Pin
 from kvstore.client.reader import Place
 from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
@@ -39,7 +39,7 @@ class Pinned:
 
     def __init__(self, writer: HostWriter, place: Place, key: Key, record: bytes) -> None:
         self._pin: Pin = (key, record)
-        self._memory: Any
+        self._memory: Memory | None
         self._memory, self._pins = writer.view(self._pin, place.buffer)
         self._attached = place.attached
         self._waits = True

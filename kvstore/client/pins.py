@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import itemgetter
-from typing import Any
 
 from kvstore.machine import REAL, Machine
 from kvstore.system.fork import in_each_child
@@ -23,6 +22,8 @@ IDLE_S = 1.0
 
 Pin = tuple[Key, bytes]
 """A key and the record that the node gave for it."""
+Memory = ctypes.Array[ctypes.c_ubyte]
+"""All of a pinned payload."""
 
 
 class Pins:
@@ -37,20 +38,20 @@ class Pins:
         # A handler of signals may close the client at any moment.
         self._lock = self._machine.lock()
         self._settling = self._machine.lock()
-        self._held: dict[int, tuple[weakref.ref[Any], Pin]] = {}
+        self._held: dict[int, tuple[weakref.ref[Memory], Pin]] = {}
         """By the id of the reference."""
-        self._dropped: deque[weakref.ref[Any]] = deque()
+        self._dropped: deque[weakref.ref[Memory]] = deque()
         self._ended: deque[Pin] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = threading.local()
         self._thread: threading.Thread | None = None
         in_each_child(self)
 
-    def hold(self, pin: Pin, payload: memoryview) -> Any:
+    def hold(self, pin: Pin, payload: memoryview) -> Memory:
         """Return all of `payload` as a ctypes array: the pin ends when nobody holds it, or a
         buffer, array, tensor or slice made of it. `payload` stays mapped as long."""
-        memory: Any = (ctypes.c_ubyte * payload.nbytes).from_address(address_of(payload))
-        memory.payload = payload
+        memory = (ctypes.c_ubyte * payload.nbytes).from_address(address_of(payload))
+        memory.payload = payload  # type: ignore[attr-defined]  # it is kept as long
         with self._lock:
             # A function of C: what a handler of signals raises in another would be lost, and with
             # it the pin.

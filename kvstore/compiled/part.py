@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 from zlib import crc32
 
 COMPILED = "KVSTORE_COMPILED"
@@ -20,7 +20,7 @@ def wanted() -> str | None:
     return os.environ.get(COMPILED)
 
 
-def load(wanted: str | None, module: str, source: Path) -> Any:
+def load(wanted: str | None, module: str, source: Path) -> ModuleType | None:
     """The compiled part `module`, None where that in Python is to be used. Raises `ImportError`
     when `wanted` is `yes` and there is none that fits."""
     if wanted == "no":
@@ -36,7 +36,7 @@ def load(wanted: str | None, module: str, source: Path) -> Any:
     return compiled
 
 
-def _is_of(module: Any, source: Path) -> bool:
+def _is_of(module: ModuleType, source: Path) -> bool:
     """Whether the source beside it, if there is one, is what was compiled: an editable install
     keeps what was built when it was made."""
     try:

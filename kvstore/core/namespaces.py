@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from typing import Any
 
 from kvstore.errors import UsageError
 from kvstore.keys import Namespace
 from kvstore.limits import NAMESPACE_BYTES_MAX, NAMESPACE_FIELDS_MAX
 
 
-def namespace_of(raw: Any) -> Namespace:
+def namespace_of(raw: object) -> Namespace:
     """The namespace in its canonical JSON; `UsageError` when it is none or too large."""
     if not isinstance(raw, bytes) or len(raw) > NAMESPACE_BYTES_MAX:
         size = len(raw) if isinstance(raw, bytes) else type(raw).__name__

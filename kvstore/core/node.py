@@ -118,7 +118,7 @@ class NodeCore(Reservations):
         self.namespaces = Namespaces(self.limits.namespaces)
         self.resets = Resets()
         self._checks = TokenBucket(CHECKED_BYTES_PER_S_MAX)
-        self._handlers: dict[type[Any], Callable[[Any, Effects, float], None]] = {
+        self._handlers: dict[type, Callable[[Any, Effects, float], None]] = {
             Reserve: self._reserve,
             Commit: self._commit,
             Abort: self._abort,

@@ -43,7 +43,7 @@ from kvstore.core.events import (
 )
 from kvstore.types import Key
 
-_LISTS: dict[type[Any], tuple[str, ...]] = {
+_LISTS: dict[type, tuple[str, ...]] = {
     Reserve: ("keys", "sizes", "kinds", "meta_lengths", "values", "checksums"),
     Commit: ("items",),
     Abort: ("items",),
@@ -57,8 +57,8 @@ _LISTS: dict[type[Any], tuple[str, ...]] = {
     Named: ("keys", "names"),
 }
 """What can be cut: the fields that have one entry for each block."""
-_BACKWARDS: tuple[type[Any], ...] = (Commit, Unpin, Touch)
-_LISTED_ANSWERS: tuple[type[Any], ...] = (Reserve, Commit, Pin, Retain, Drop)
+_BACKWARDS: tuple[type, ...] = (Commit, Unpin, Touch)
+_LISTED_ANSWERS: tuple[type, ...] = (Reserve, Commit, Pin, Retain, Drop)
 
 
 def parts_of(

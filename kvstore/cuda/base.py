@@ -7,7 +7,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 SHARED_NAME_BYTES = 16
 FABRIC_HANDLE_BYTES = 64
@@ -17,6 +17,10 @@ POLL_PAUSE_MAX_S = 1e-3
 
 Copy = tuple[int, int, int]
 """(destination address, source address, bytes). Either may be memory of a device or of the host."""
+Driver: TypeAlias = Any
+"""`cuda.bindings.driver`, or what stands in for it: what it has depends on its release."""
+Handle: TypeAlias = Any
+"""What the driver takes and gives: memory, streams, events, results, of cuda-python's classes."""
 
 
 @dataclass(frozen=True, slots=True)

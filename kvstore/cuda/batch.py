@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
-from kvstore.cuda.base import Copy
+from kvstore.cuda.base import Copy, Driver
 
 SINCE = 12080
 """CUDA 12.8, as the driver numbers versions."""
@@ -57,7 +56,7 @@ class BatchCopies:
         return int(self._call(*arrays, ctypes.byref(failed), stream))
 
 
-def batch_copies(driver: Any) -> BatchCopies | None:
+def batch_copies(driver: Driver) -> BatchCopies | None:
     """The function of this driver (`cuda.bindings.driver`); None when it is older than `SINCE`."""
     try:
         error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", SINCE, 0)

@@ -16,13 +16,20 @@ import enum
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from kvstore.batches import in_batches
-from kvstore.cuda.base import FABRIC_HANDLE_BYTES, SHARED_NAME_BYTES, Copy, Shared
+from kvstore.cuda.base import (
+    FABRIC_HANDLE_BYTES,
+    SHARED_NAME_BYTES,
+    Copy,
+    Driver,
+    Handle,
+    Shared,
+)
 from kvstore.cuda.batch import COPIES_MAX, BatchCopies, batch_copies
 from kvstore.cuda.versions import install_command, misfit, torch_cuda
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
@@ -36,7 +43,7 @@ _devices: dict[int, BindingsDevice] = {}
 """Of this process: a device has to know what of its memory is its own."""
 
 
-def open_device(ordinal: int = 0, driver: Any = None) -> BindingsDevice:
+def open_device(ordinal: int = 0, driver: Driver = None) -> BindingsDevice:
     """The device of that number among those that this process sees; the same object each time.
 
     It has the device's primary context, which torch uses too, made now where there is none yet.
@@ -58,7 +65,7 @@ def open_device(ordinal: int = 0, driver: Any = None) -> BindingsDevice:
         return _devices[ordinal]
 
 
-def _open(ordinal: int, driver: Any) -> BindingsDevice:
+def _open(ordinal: int, driver: Driver) -> BindingsDevice:
     calls = _Calls(driver)
     try:
         calls(driver.cuInit, 0)
@@ -73,16 +80,16 @@ def _open(ordinal: int, driver: Any) -> BindingsDevice:
 class _Calls:
     """Calls functions of the driver; returns their values, raises `DeviceError` for an error."""
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: Driver) -> None:
         self.driver = driver
 
-    def __call__(self, function: Any, *args: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: object) -> Handle:
         error, *result = function(*args)
         if int(error) != 0:
             self.fail(function.__name__, error)
         return result[0] if result else None
 
-    def fail(self, name: str, error: Any) -> NoReturn:
+    def fail(self, name: str, error: Handle) -> NoReturn:
         raise DeviceError(f"{name}: {error.name}")
 
 
@@ -128,7 +135,7 @@ class BindingsDevice:
         """Queues many copies by one call, where the driver can."""
         return batch_copies(self.driver)
 
-    def _device(self, ordinal: int) -> Any:
+    def _device(self, ordinal: int) -> Handle:
         return self.call(self.driver.cuDeviceGet, ordinal)
 
     def _uuid_of(self, ordinal: int) -> str:
@@ -163,7 +170,7 @@ class BindingsDevice:
         self.call(self.driver.cuThreadExchangeStreamCaptureMode, self._relaxed())
         self._entered.done = True
 
-    def _relaxed(self) -> Any:
+    def _relaxed(self) -> Handle:
         return self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
     def allocate(self, size_bytes: int) -> int:
@@ -195,7 +202,9 @@ class BindingsDevice:
             mapped = _Mapped(whole, os.urandom(SHARED_NAME_BYTES), fabric)
             return self._map(memory, mapped, writable=True)
 
-    def _created(self, size_bytes: int, wanted: Any, *, fabric: bool) -> tuple[Any, Any, int]:
+    def _created(
+        self, size_bytes: int, wanted: Handle, *, fabric: bool
+    ) -> tuple[Handle, Handle, int]:
         """The driver's answer, new memory, and its size in whole granules."""
         driver = self.driver
         kinds = _Handles.DESCRIPTOR | _Handles.FABRIC if fabric else _Handles.DESCRIPTOR
@@ -210,7 +219,7 @@ class BindingsDevice:
         error, memory = driver.cuMemCreate(whole, wanted, 0)
         return error, memory, whole
 
-    def _refusals(self, *names: str) -> list[Any]:
+    def _refusals(self, *names: str) -> list[Handle]:
         """Those results of the driver that there are; by name, for stand-ins have few."""
         results = self.driver.CUresult
         found = [getattr(results, f"CUDA_ERROR_{name}", None) for name in names]
@@ -242,7 +251,7 @@ class BindingsDevice:
                 memory = self._imported(shared)
             return self._map(memory, _Mapped(shared.size_bytes, b""), writable=writable)
 
-    def _imported(self, shared: Shared) -> Any:
+    def _imported(self, shared: Shared) -> Handle:
         take = self.driver.cuMemImportFromShareableHandle
         if shared.fd >= 0:
             return self.call(take, shared.fd, self._by_descriptor)
@@ -259,7 +268,7 @@ class BindingsDevice:
             raise UsageError("address", hex(address), "must be what `open` returned")
         self._unmap(address)
 
-    def _retained(self, name: bytes) -> Any:
+    def _retained(self, name: bytes) -> Handle:
         """A handle to our own memory of that name, None if there is none: nothing promises that a
         process may import what it has exported itself."""
         with self._lock:
@@ -275,7 +284,7 @@ class BindingsDevice:
             raise UsageError("address", hex(address), OWN_MUST)
         return mapped
 
-    def _map(self, memory: Any, mapped: _Mapped, *, writable: bool) -> int:
+    def _map(self, memory: Handle, mapped: _Mapped, *, writable: bool) -> int:
         """Map `memory`, and release its handle: from here on the mapping alone keeps it."""
         call, driver, size_bytes = self.call, self.driver, mapped.size_bytes
         with contextlib.ExitStack() as undo:
@@ -318,24 +327,24 @@ class BindingsDevice:
             self.call(self.driver.cuMemUnmap, address, mapped.size_bytes)
             self.call(self.driver.cuMemAddressFree, address, mapped.size_bytes)
 
-    def _has(self, attribute: Any) -> bool:
+    def _has(self, attribute: Handle) -> bool:
         return bool(self._attribute(attribute))
 
-    def _attribute(self, attribute: Any) -> int:
+    def _attribute(self, attribute: Handle) -> int:
         return int(self.call(self.driver.cuDeviceGetAttribute, attribute, self._number))
 
-    def _location(self) -> Any:
+    def _location(self) -> Handle:
         location = self.driver.CUmemLocation()
         location.type = self.driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = int(self._number)
         return location
 
     @property
-    def _by_descriptor(self) -> Any:
+    def _by_descriptor(self) -> Handle:
         return self.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     @property
-    def _by_fabric(self) -> Any:
+    def _by_fabric(self) -> Handle:
         return self.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 
     def reaches(self, uuid: str) -> bool:
@@ -382,12 +391,12 @@ class BindingsDevice:
 
     # --- for its streams and events ------------------------------------------
 
-    def queue(self, batch: Sequence[Copy], stream: Any) -> None:
+    def queue(self, batch: Sequence[Copy], stream: Handle) -> None:
         with self.current():
             for to, source, size_bytes in batch:
                 self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def copy_many(self, copies: Sequence[Copy], stream: Any) -> None:
+    def copy_many(self, copies: Sequence[Copy], stream: Handle) -> None:
         """Queue copies that may be carried out in any order; the thread is in the device's context.
         Raises `DeviceError`: then some of them may be queued."""
         for some in in_batches(copies, COPIES_MAX):
@@ -395,7 +404,7 @@ class BindingsDevice:
                 for to, source, size_bytes in some:
                     self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def _copied_together(self, copies: Sequence[Copy], stream: Any) -> bool:
+    def _copied_together(self, copies: Sequence[Copy], stream: Handle) -> bool:
         """False when it has to be done one by one: then those that were queued come twice, with the
         same bytes."""
         if self.batch is None:
@@ -411,14 +420,14 @@ class BindingsDevice:
             log.warning("the driver refuses %d copies at once: %s", len(copies), error.name)
         return False
 
-    def recorded(self, stream: Any) -> BindingsEvent:
+    def recorded(self, stream: Handle) -> BindingsEvent:
         flags = int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         with self.current():
             event = BindingsEvent(self, self.call(self.driver.cuEventCreate, flags))
             self.call(self.driver.cuEventRecord, event.handle, stream)
         return event
 
-    def is_done(self, event: Any) -> bool:
+    def is_done(self, event: Handle) -> bool:
         with self.current():
             (error,) = self.driver.cuEventQuery(event)
         if error == self.driver.CUresult.CUDA_ERROR_NOT_READY:
@@ -427,11 +436,11 @@ class BindingsDevice:
             self.call.fail("cuEventQuery", error)
         return True
 
-    def forget_event(self, event: Any) -> None:
+    def forget_event(self, event: Handle) -> None:
         with self.current():
             self.driver.cuEventDestroy(event)
 
-    def forget_stream(self, stream: Any) -> None:
+    def forget_stream(self, stream: Handle) -> None:
         with self.current():
             self.call(self.driver.cuStreamDestroy, stream)
 
@@ -445,7 +454,7 @@ OWN_MUST = (
 class BindingsStream:
     """Implements `kvstore.cuda.base.Stream`."""
 
-    def __init__(self, device: BindingsDevice, handle: Any) -> None:
+    def __init__(self, device: BindingsDevice, handle: Handle) -> None:
         self._device = device
         self._handle = handle
         self._lock = threading.Lock()
@@ -476,7 +485,7 @@ class BindingsStream:
 class BindingsEvent:
     """Implements `kvstore.cuda.base.Event`."""
 
-    def __init__(self, device: BindingsDevice, handle: Any) -> None:
+    def __init__(self, device: BindingsDevice, handle: Handle) -> None:
         self._device = device
         self.handle = handle
 

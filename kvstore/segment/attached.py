@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvstore.compiled.fence import FENCE
 from kvstore.limits import LOCK_PART_BYTES, SLOT_BYTES_MIN
@@ -31,7 +30,7 @@ from kvstore.segment.header import (
 )
 from kvstore.segment.shm import header_file_bytes, hints_in
 from kvstore.system.memory_files import UnmappedFile
-from kvstore.types import Key
+from kvstore.types import Key, Value
 
 _PLACE = struct.Struct("<8xI20x")
 """What `hint_of` takes of a key."""
@@ -204,7 +203,7 @@ class AttachedShm(AttachedHeads):
         """The bytes at each (offset, length), in place."""
         return [self.payload[offset : offset + length] for offset, length in places]
 
-    def read_batch(self, keys: list[Key], outs: list[Any], kinds: int) -> batch_read.Values:
+    def read_batch(self, keys: list[Key], outs: list[Value], kinds: int) -> batch_read.Values:
         """What is here of `keys`; see `BatchReader.read`."""
         found = None if self.is_populated else self.populate
         return batch_read.READER.read(self._mapped, keys, outs, kinds, found)

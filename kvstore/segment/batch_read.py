@@ -22,6 +22,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from kvstore.compiled import part
@@ -29,7 +30,7 @@ from kvstore.compiled.fence import FENCE
 from kvstore.segment.copying import copy
 from kvstore.segment.header import HEADER_BYTES, KEY_PART, SUPERBLOCK_BYTES, fields
 from kvstore.segment.locate import offset_of
-from kvstore.types import Key
+from kvstore.types import Key, Value
 
 SOURCE = Path(__file__).with_suffix(".c")
 
@@ -38,7 +39,7 @@ Found = Callable[[int, int], object]
 False is left to the caller: its pages are gone."""
 Copied = Callable[[], object]
 """Called after each copy, before the header is looked at again."""
-Values = tuple[list[Any], int]
+Values = tuple[list[Value], int]
 """A value for each key, or None, and how many bytes they have together."""
 
 
@@ -62,7 +63,7 @@ class BatchReader(Protocol):
         self,
         segment: MappedSegment,
         keys: list[Key],
-        outs: list[Any],
+        outs: list[Value],
         kinds: int,
         found: Found | None = None,
         copied: Copied | None = None,
@@ -111,16 +112,16 @@ class PythonReader:
         self,
         segment: MappedSegment,
         keys: list[Key],
-        outs: list[Any],
+        outs: list[Value],
         kinds: int,
         found: Found | None = None,
         copied: Copied | None = None,
     ) -> Values:
         """See `BatchReader`."""
         head, _, hints, payload = segment
-        values: list[Any] = [None] * len(keys)
+        values: list[Value] = [None] * len(keys)
         mask, segment_bytes = len(hints) - 1, len(payload)
-        blocks: list[tuple[int, int, bytes, int, int, Any, bytes]] = []
+        blocks: list[tuple[int, int, bytes, int, int, Value, bytes]] = []
         for i, (key, out) in enumerate(zip(keys, outs, strict=True)):
             place = int.from_bytes(key[8:12], "little") & mask
             slot_id = hints[place]
@@ -153,7 +154,7 @@ class PythonReader:
                 continue
             source = payload[offset:end]
             if out is None:
-                value: Any = source.tobytes()
+                value: Value = source.tobytes()
             else:
                 value = out[:size_bytes]
                 copy(value, source)
@@ -211,7 +212,7 @@ class CompiledReader:
     name = "compiled"
     suits_one = True
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: ModuleType) -> None:
         self._read = module.read
         self._copy_each = module.copy_each
         self._records = module.records
@@ -220,7 +221,7 @@ class CompiledReader:
         self,
         segment: MappedSegment,
         keys: list[Key],
-        outs: list[Any],
+        outs: list[Value],
         kinds: int,
         found: Found | None = None,
         copied: Copied | None = None,

@@ -60,7 +60,7 @@ class LimitTable:
         names = self.kind.__dataclass_fields__  # type: ignore[attr-defined]
         return self.kind(**{name: getattr(self.module, name.upper()) for name in names})
 
-    def not_in_force(self, values: Mapping[str, Any], *, where: str) -> list[str]:
+    def not_in_force(self, values: Mapping[str, object], *, where: str) -> list[str]:
         """The names in `values` whose value does not hold in this process.
 
         Raises `UsageError` for an unknown name and for a value that cannot be.
@@ -68,7 +68,7 @@ class LimitTable:
         read_settings(self.kind, values, where=where)
         return [n for n, value in values.items() if getattr(self.module, n.upper()) != value]
 
-    def check(self, values: Mapping[str, Any], *, where: str) -> None:
+    def check(self, values: Mapping[str, object], *, where: str) -> None:
         """Raise `UsageError` for a value that cannot be, and for one that does not hold here."""
         for name in self.not_in_force(values, where=where):
             raise UsageError(where, name, f"has no effect: set {CONFIG} before importing kvstore")

@@ -109,7 +109,7 @@ class Allowed:
         return isinstance(value, get_origin(self.kind) or self.kind)
 
 
-def check_settings(settings: Any, *, inside: str = "") -> None:
+def check_settings(settings: object, *, inside: str = "") -> None:
     """Raise `UsageError` for the first field of the dataclass `settings` that its annotation does
     not allow.
 
@@ -131,11 +131,11 @@ def _meant(value: object, allowed: Allowed) -> str:
 
 def read_settings(
     kind: type[T],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     *,
     where: str,
     only: Collection[str] = (),
-    besides: Mapping[str, Any] | None = None,
+    besides: Mapping[str, object] | None = None,
 ) -> T:
     """Make a `kind`, a dataclass, of `values` as TOML, JSON or an engine has them.
 
@@ -144,13 +144,13 @@ def read_settings(
     not name. Raises `UsageError` for a name that is unknown, and what `kind` raises for a value.
     """
     known_names(values, only or allowed_in(kind), where=where)
-    made = dict(besides or {})
+    made: dict[str, object] = dict(besides or {})
     for name, value in values.items():
         made[name] = _made(allowed_in(kind)[name], value, f"{where}.{name}")
     return kind(**made)
 
 
-def known_names(values: Mapping[str, Any], known: Collection[str], *, where: str) -> None:
+def known_names(values: Mapping[str, object], known: Collection[str], *, where: str) -> None:
     """Raise `UsageError` for the first name in `values` that is not among `known`; its message has
     the nearest one that is."""
     if not isinstance(values, Mapping):
@@ -183,7 +183,7 @@ def default_of(kind: type, name: str) -> object:
     return next(_default(f) for f in fields(kind) if f.name == name)
 
 
-def _default(f: Field[Any]) -> object:
+def _default(f: Field[object]) -> object:
     if f.default_factory is not MISSING:
         return f.default_factory()
     return f.default
@@ -203,7 +203,7 @@ def _allowed(hint: Any, empty: bool = False) -> Allowed:
     return Allowed(kind, bounds, count, optional, of, empty)
 
 
-def _made(allowed: Allowed, value: Any, where: str) -> Any:
+def _made(allowed: Allowed, value: Any, where: str) -> object:
     if is_dataclass(allowed.kind) and isinstance(allowed.kind, type):
         return (
             value

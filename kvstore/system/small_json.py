@@ -19,8 +19,12 @@ def parse_object(raw: bytes | str, bytes_max: int) -> dict[str, Any]:
     """The JSON object that `raw` is; empty when it is none, or one that is too large."""
     if len(raw) > bytes_max:
         return {}
-    opening: tuple[Any, Any] = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
-    if sum(map(raw.count, opening)) > BRACKETS_MAX:
+    opened = (
+        raw.count("[") + raw.count("{")
+        if isinstance(raw, str)
+        else raw.count(b"[") + raw.count(b"{")
+    )
+    if opened > BRACKETS_MAX:
         return {}
     try:
         fields = json.loads(raw)

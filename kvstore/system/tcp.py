@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
 
 from kvstore.limits import NAMES_KEPT_MAX, NAMES_LOOKED_UP_MAX
 from kvstore.system.interruption import let_through
@@ -18,7 +18,8 @@ NAME_KEPT_S = 6.0
 """How long an answer is good, longer than any pause between two tries (`retry_after_max_s`): a
 name server that needs more than one caller's deadline is heard by the next."""
 _KINDS = (socket.AF_INET, socket.AF_INET6)
-_Found = list[tuple[Any, ...]]
+_Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+_Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, _Address]]
 """What `getaddrinfo` returns."""
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import groupby
-from typing import Any
 
 import xxhash
 
@@ -75,7 +74,7 @@ class Demoter:
         self._wake = threading.Event()
         self._ending = False
         self._drain_until = 0.0
-        self._in_doubt: Sequence[Any] = ()
+        self._in_doubt: Sequence[object] = ()
         """What a copy may still write to, and what holds it as it is."""
         self.counts = dict.fromkeys(("demoted", "demoted_bytes", "already_below", "lost"), 0)
         self._thread = threading.Thread(target=self._run, name="kvstore-demoter", daemon=True)

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kvstore.cli.node_table import VARIABLES, node_table
 from kvstore.cli.options import no_password, use_config
@@ -53,7 +52,7 @@ def _lines(file: ConfigFile) -> Iterator[str]:
             yield from (f"{key} = {_toml(value)}" for key, value in table.items())
 
 
-def _table(file: ConfigFile, name: str, values: Any, variables: dict[str, str]) -> Iterator[str]:
+def _table(file: ConfigFile, name: str, values: object, variables: dict[str, str]) -> Iterator[str]:
     for field in allowed_in(type(values)):
         value = getattr(values, field)
         variable = variables.get(field)
@@ -79,7 +78,7 @@ def _security_variables() -> dict[str, str]:
     return found
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, dict):
         inside = ", ".join(f"{key} = {_toml(one)}" for key, one in value.items())
         return f"{{ {inside} }}"

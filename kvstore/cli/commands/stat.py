@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvstore.cli.options import add_store, no_password, run_dir_of
 from kvstore.cli.output import as_json, human_bytes, human_count, screen_columns, table
@@ -32,6 +33,9 @@ SUMMED = (
 
 WHERE = ("NODE", "HOST", "STATE", "SIZE", "USED")
 COUNTED = ("blocks", "stored", "exists", "rejected", "evicted", "pinned", "unpublished")
+
+Shown: TypeAlias = dict[str, Any]
+"""A JSON object, as `--json` prints it."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +76,11 @@ def _one(args: argparse.Namespace) -> int:
     raise NodeUnavailableError(f"no node {args.node} runs here: `kvstore stat` lists those that do")
 
 
-def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
+def collect(url: str, key_prefix: str, run_dir: Path) -> Shown:
     """Everything there is to show, as plain data. That Redis is away is shown, not raised."""
     announced: dict[int, Announcement] = {}
     others: list[Stranger] = strangers(run_dir, key_prefix)
-    index: dict[str, Any] = {"redis": no_password(url), "key_prefix": key_prefix, "error": ""}
+    index: Shown = {"redis": no_password(url), "key_prefix": key_prefix, "error": ""}
     try:
         announced, elsewhere = _announced(url, key_prefix)
         others += [other for other in elsewhere if other not in others]
@@ -84,7 +88,7 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> dict[str, Any]:
     except IndexUnavailableError as e:
         index["error"] = str(e)
     local = {node.announcement.node_id: node for node in local_nodes(run_dir, key_prefix)}
-    nodes: list[dict[str, Any]] = []
+    nodes: list[Shown] = []
     words = announced | {node_id: node.announcement for node_id, node in local.items()}
     for node_id, announcement in sorted(
         words.items(), key=lambda item: (item[1].host, item[1].name)
@@ -136,7 +140,7 @@ def _announced(url: str, key_prefix: str) -> tuple[dict[int, Announcement], list
     }, others
 
 
-def _counters(servers: list[dict[str, str]]) -> dict[str, Any]:
+def _counters(servers: list[dict[str, str]]) -> Shown:
     """Sums over the servers, of all their users: Redis counts a lookup of a key as hit or miss."""
 
     def summed(field: str) -> int:
@@ -156,7 +160,7 @@ def _counters(servers: list[dict[str, str]]) -> dict[str, Any]:
     }
 
 
-def _text(found: dict[str, Any]) -> str:
+def _text(found: Shown) -> str:
     index, nodes, totals = found["index"], found["nodes"], found["local_totals"]
     lines = ["no nodes", ""]
     if nodes:
@@ -182,7 +186,7 @@ def _text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def warm_start(node: dict[str, Any]) -> str:
+def warm_start(node: Shown) -> str:
     """Return what the node found of its former start, empty when it started empty."""
     stats = node["stats"]
     if not node["local"] or not stats or not (stats["recovered"] or stats["recovery_dropped"]):
@@ -195,7 +199,7 @@ def warm_start(node: dict[str, Any]) -> str:
     return textwrap.fill(text, screen_columns(), subsequent_indent="    ")
 
 
-def _place(node: dict[str, Any]) -> tuple[str, str, str]:
+def _place(node: Shown) -> tuple[str, str, str]:
     state = "on this host" if node["local"] else "elsewhere"
     if node["error"]:
         state = "does not answer"
@@ -204,12 +208,12 @@ def _place(node: dict[str, Any]) -> tuple[str, str, str]:
     return node["name"], node["host"], state
 
 
-def _room(capacity_bytes: int, stats: dict[str, Any] | None) -> tuple[str, str]:
+def _room(capacity_bytes: int, stats: Mapping[str, float] | None) -> tuple[str, str]:
     used = "-" if stats is None else human_bytes(stats["block_bytes"])
     return human_bytes(capacity_bytes), used
 
 
-def _counts(stats: dict[str, Any] | None) -> tuple[object, ...]:
+def _counts(stats: Mapping[str, float] | None) -> tuple[object, ...]:
     if stats is None:
         return tuple("-" for _ in COUNTED)
     return tuple(human_count(stats[name]) if name in stats else "-" for name in COUNTED)

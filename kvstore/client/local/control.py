@@ -14,7 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 
@@ -68,10 +68,13 @@ Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int, int]]]
 """(slot, generation) reserved and (slot, generation, times) pinned by this client right now."""
 
 
-Accept = Callable[[Any], Any]
+Answer: TypeAlias = Any
+"""What came of a request: a node's answer, as its `Accept` has read it."""
+Accept = Callable[[Any], Answer]
+"""Reads the body of an answer. Raises `InvalidReplyError`."""
 
 
-def as_it_is(body: Any) -> Any:
+def as_it_is(body: object) -> Answer:
     return body
 
 
@@ -86,11 +89,11 @@ class Ticket:
         """Its caller has less time than a node is given: that it came too late tells nothing of
         the node."""
         self.accept = accept
-        self.answer: Any = None
+        self.answer: Answer = None
         self.error: Exception | None = None
         self.done = False
 
-    def end(self, answer: Any, error: Exception | None) -> None:
+    def end(self, answer: Answer, error: Exception | None) -> None:
         self.answer, self.error = answer, error
         self.done = True
 
@@ -159,17 +162,17 @@ class ControlChannel:
     def request(
         self,
         op: Op,
-        *args: Any,
+        *args: object,
         accept: Accept = as_it_is,
         before: Callable[[], None] | None = None,
-    ) -> Any:
+    ) -> Answer:
         """Return the node's answer, as `accept` makes it."""
         return self.collect(self.post(op, *args, accept=accept, before=before))
 
     def post(
         self,
         op: Op,
-        *args: Any,
+        *args: object,
         accept: Accept = as_it_is,
         before: Callable[[], None] | None = None,
     ) -> Ticket:
@@ -219,7 +222,7 @@ class ControlChannel:
             except RuntimeError:  # it was never got
                 pass
 
-    def collect(self, ticket: Ticket) -> Any:
+    def collect(self, ticket: Ticket) -> Answer:
         """Return the answer to a posted request, within the deadline that began when it was
         posted."""
         if not ticket.done:
@@ -312,7 +315,7 @@ class ControlChannel:
         self._last_failure = str(error)
         self._breaker.failed(self._now())
 
-    def say(self, op: Op, *args: Any) -> bool:
+    def say(self, op: Op, *args: object) -> bool:
         """One way: False when it could not be said now. Waits at most `SAY_CONNECT_TIMEOUT_S`,
         and that only when it is the first to connect."""
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as in `_check_outside`
@@ -533,7 +536,7 @@ class ControlChannel:
         except InvalidReplyError as e:
             raise self._invalid_reply(e) from e
 
-    def _messages(self, data: bytes) -> list[tuple[int, Any, Any]]:
+    def _messages(self, data: bytes) -> list[tuple[int, object, object]]:
         """Return the answers that are whole with `data`. Raises `InvalidReplyError`."""
         try:
             self._unpacker.feed(data)
@@ -544,7 +547,7 @@ class ControlChannel:
             raise InvalidReplyError("expected a list of answers")
         return [(number, good, body) for number, good, body in found]
 
-    def _accept(self, number: int, good: Any, body: Any) -> None:
+    def _accept(self, number: int, good: object, body: object) -> None:
         ticket = self._awaited.get(number)
         if ticket is None:
             return
@@ -552,7 +555,7 @@ class ControlChannel:
         # Only now: whoever interrupts this disconnects, and that ends what is awaited.
         self._awaited.pop(number, None)
 
-    def _end(self, ticket: Ticket, good: Any, body: Any) -> None:
+    def _end(self, ticket: Ticket, good: object, body: object) -> None:
         if good is not True:
             ticket.end(None, UsageError("request", "refused", str(body)))
             return

@@ -13,14 +13,13 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from kvstore.client.base import ReserveAnswer
 from kvstore.client.local.deadlines import each_within, in_turn, until
 from kvstore.client.local.host_writers import ROUNDS, HostWriters
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.writer import Writer, nobody_here
-from kvstore.client.pins import Pin, Pins
+from kvstore.client.pins import Memory, Pin, Pins
 from kvstore.client.placement import Home, homes_of
 from kvstore.client.savers import abort, ask_all
 from kvstore.core.answers import BlockRow
@@ -205,7 +204,7 @@ class HostWriter(HostWriters):
         """Let a pin go. When it cannot be said now, the next reconnect or goodbye says it."""
         self.unpin_many([(key, record)])
 
-    def view(self, pin: Pin, payload: memoryview) -> tuple[Any, Pins]:
+    def view(self, pin: Pin, payload: memoryview) -> tuple[Memory, Pins]:
         """Return the memory of what was just pinned; the pin ends with it (`Pins`), whoever closes
         this meanwhile."""
         location = unpack_record(*pin)

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import xxhash
 
 from kvstore.batches import in_batches
 from kvstore.client.base import Later, Reservation, ReserveAnswer
-from kvstore.client.local.control import Accept, ControlChannel, Ticket
+from kvstore.client.local.control import Accept, Answer, ControlChannel, Ticket
 from kvstore.client.local.link import Granted, GrantedPins, Holdings, NodeLink
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.pins import Pin, Pins
+from kvstore.client.pins import Memory, Pin, Pins
 from kvstore.client.savers import answered
 from kvstore.core.answers import BlockRow, Counters, PinAnswer
 from kvstore.errors import (
@@ -319,7 +319,7 @@ class Writer:
         granted.note(link.held, handles)
         return answers
 
-    def _collect(self, link: NodeLink, ticket: Ticket) -> Any:
+    def _collect(self, link: NodeLink, ticket: Ticket) -> Answer:
         try:
             return link.control.collect(ticket)
         except NodeUnavailableError:
@@ -444,7 +444,7 @@ class Writer:
             raise
         return records
 
-    def view(self, pin: Pin, payload: memoryview) -> Any:
+    def view(self, pin: Pin, payload: memoryview) -> Memory:
         """Return the memory of what was just pinned (`Pins.hold`): the pin ends with it, whoever
         closes this meanwhile."""
         location = unpack_record(*pin)

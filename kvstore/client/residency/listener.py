@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice, takewhile
 from operator import itemgetter
-from types import TracebackType
-from typing import Any, Self
+from types import ModuleType, TracebackType
+from typing import Any, Self, TypeAlias
 
 from kvstore.client.locator import Holder, Holders
 from kvstore.client.missing.explanation import MissReason
@@ -27,6 +27,11 @@ from kvstore.protocol.block_events import PREFIX, endpoints_of, sequence_bytes
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.client")
+
+# pyzmq's, which need not be here.
+Context: TypeAlias = Any
+Socket: TypeAlias = Any
+Poller: TypeAlias = Any
 
 POLL_S = 0.25
 """How often it looks whose answer is overdue."""
@@ -54,7 +59,7 @@ class Residency:
         except ImportError as e:
             remedy = "needs pyzmq: pip install 'kvstore-llm[events]'"
             raise UsageError("events", events[0], remedy) from e
-        self._zmq: Any = zmq
+        self._zmq: ModuleType = zmq
         self._context = self._zmq.Context()
         self._nodes = [_Node(self._zmq, self._context, *one) for one in endpoints]
         self._ending = False
@@ -162,16 +167,16 @@ def _run(keys: set[Key], wanted: Sequence[Key], start: int) -> int:
 class _Node:
     """The two sockets to one node, and what it said. For the thread, but for `view`'s keys."""
 
-    def __init__(self, zmq: Any, context: Any, events_at: str, answers_at: str) -> None:
+    def __init__(self, zmq: ModuleType, context: Context, events_at: str, answers_at: str) -> None:
         self._zmq = zmq
         self._context = context
         self._events_at, self._answers_at = events_at, answers_at
         self.view = NodeView()
         self.events = self._connected(zmq.SUB, self._events_at)
         self.events.setsockopt(zmq.SUBSCRIBE, PREFIX)
-        self.answers: Any = None
+        self.answers: Socket | None = None
 
-    def _connected(self, kind: int, endpoint: str) -> Any:
+    def _connected(self, kind: int, endpoint: str) -> Socket:
         zmq = self._zmq
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, EVENT_MESSAGES_WAITING_MAX)
@@ -181,13 +186,13 @@ class _Node:
         socket.connect(endpoint)
         return socket
 
-    def look_after(self, poller: Any) -> None:
+    def look_after(self, poller: Poller) -> None:
         """Ask when nothing is known or an answer is overdue."""
         start = self.view.overdue(time.monotonic())
         if start is not None:
             self._ask(start, poller)
 
-    def _ask(self, start: int, poller: Any) -> None:
+    def _ask(self, start: int, poller: Poller) -> None:
         """On a new connection: nothing of an earlier answer comes through it."""
         if self.answers is not None:
             poller.unregister(self.answers)
@@ -197,7 +202,7 @@ class _Node:
         with suppress(self._zmq.Again):  # it is overdue then
             self.answers.send_multipart([b"", sequence_bytes(start)], self._zmq.NOBLOCK)
 
-    def read_events(self, poller: Any) -> None:
+    def read_events(self, poller: Poller) -> None:
         for _ in range(AT_ONCE):
             try:
                 parts = self.events.recv_multipart(self._zmq.NOBLOCK)
@@ -213,7 +218,8 @@ class _Node:
             if start is not None:
                 self._ask(start, poller)
 
-    def read_answers(self, poller: Any) -> None:
+    def read_answers(self, poller: Poller) -> None:
+        assert self.answers is not None  # it is what the poller spoke of
         for _ in range(AT_ONCE):
             try:
                 _, *parts = self.answers.recv_multipart(self._zmq.NOBLOCK)

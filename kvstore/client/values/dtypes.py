@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
 from kvstore.limits import TENSOR_DIMS_MAX
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _KINDS = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
 _FORMATS = {
@@ -64,15 +67,15 @@ def read_meta(meta: bytes) -> tuple[str, list[int]]:
     return dtype, shape
 
 
-def of_torch(dtype: Any) -> str:
+def of_torch(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def of_numpy(dtype: Any) -> str:
+def of_numpy(dtype: np.dtype[Any]) -> str:
     return _common(numpy_name(dtype))
 
 
-def numpy_name(dtype: Any) -> str:
+def numpy_name(dtype: np.dtype[Any]) -> str:
     # ml_dtypes (bfloat16, fp8) all call themselves '|V1' or '<V2'; their names tell them apart.
     return str(dtype.name if dtype.kind == "V" else dtype.str)
 

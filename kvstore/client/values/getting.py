@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvstore.client.local.nodes import Attached
 from kvstore.client.missing.explanation import MissReason
@@ -18,7 +17,7 @@ from kvstore.segment import batch_read
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.unmapped import UnmappedShm
 from kvstore.system.interruption import let_through
-from kvstore.types import Key, Kind
+from kvstore.types import Key, Kind, Value
 
 _PLAIN = (int(Kind.BYTES), int(Kind.BLOCK))
 """What needs no description to be a value again."""
@@ -37,7 +36,7 @@ class ValueGetter:
         self.remote_counts = {"hits": 0, "hit_bytes": 0}
         """Those of `counts` that came from other hosts."""
 
-    def get(self, key: Key, out: Any) -> Any:
+    def get(self, key: Key, out: Value) -> Value:
         """As `get_many` for one key; a value seen in this host's memory before asks nobody."""
         now = self._now()
         value = None
@@ -56,7 +55,7 @@ class ValueGetter:
             self._session.writer.touch((key,), now)
         return value
 
-    def get_many(self, keys: Sequence[Key], outs: Sequence[Any]) -> list[Any]:
+    def get_many(self, keys: Sequence[Key], outs: Sequence[Value]) -> list[Value]:
         """Return the values, None for each that is missing; `outs` has None where there is no
         `out`.
 
@@ -71,7 +70,7 @@ class ValueGetter:
             self._session.writer.touch(got, now)
         return values
 
-    def _values(self, keys: Sequence[Key], outs: Sequence[Any], now: float) -> list[Any]:
+    def _values(self, keys: Sequence[Key], outs: Sequence[Value], now: float) -> list[Value]:
         """What lies plainly in this host's memory in one call, the rest one by one."""
         if self._verify:
             return self._look(keys, outs)
@@ -86,11 +85,11 @@ class ValueGetter:
             values[i] = value
         return values
 
-    def _here(self, keys: list[Key], outs: Sequence[Any], now: float) -> list[Any]:
+    def _here(self, keys: list[Key], outs: Sequence[Value], now: float) -> list[Value]:
         """What `read_batch` finds in the segments that are mapped, None for the rest."""
         nodes = self._session.nodes
         nodes.check(now)
-        values: list[Any] = []
+        values: list[Value] = []
         targets = [memoryview(out) if type(out) is bytearray else out for out in outs]
         typed = _typed(targets)
         for attached in nodes.mapped:
@@ -110,8 +109,8 @@ class ValueGetter:
         return values or [None] * len(keys)
 
     def _read(
-        self, attached: Attached, shm: AttachedShm, keys: list[Key], targets: list[Any]
-    ) -> list[Any]:
+        self, attached: Attached, shm: AttachedShm, keys: list[Key], targets: list[Value]
+    ) -> list[Value]:
         values, size_bytes = shm.read_batch(keys, targets, _PLAIN_BITS)
         if attached.gone:  # meanwhile
             return [None] * len(keys)
@@ -119,7 +118,9 @@ class ValueGetter:
         self.counts["hit_bytes"] += size_bytes
         return values
 
-    def _look(self, keys: Sequence[Key], outs: Sequence[Any], *, again: bool = True) -> list[Any]:
+    def _look(
+        self, keys: Sequence[Key], outs: Sequence[Value], *, again: bool = True
+    ) -> list[Value]:
         """Find and read; what is no more where it was, once more: not a third time, however often
         other threads remember it meanwhile."""
         refs = self._reader.search(keys, remembered=True)
@@ -148,9 +149,9 @@ class ValueGetter:
                 values[i] = value
         return values
 
-    def _value(self, key: Key, view: AnyPlace | FetchedBlock, out: Out | None) -> Any:
+    def _value(self, key: Key, view: AnyPlace | FetchedBlock, out: Out | None) -> Value:
         """Copy, then check (rule 4): the value, or None and where it was is forgotten."""
-        value: Any = None
+        value: Value = None
         copied: memoryview | bytes | None = None
         try:
             if out is None and view.kind in _PLAIN:
@@ -191,7 +192,7 @@ class ValueGetter:
         self._reader.missed(MissReason.LOAD_FAILED)
 
 
-def _typed(targets: list[Any]) -> list[tuple[int, Out]]:
+def _typed(targets: list[Value]) -> list[tuple[int, Out]]:
     """Arrays and tensors among `targets`, which are replaced there by their memory. One that cannot
     be written stays: whoever finds a value for it says so."""
     typed: list[tuple[int, Out]] = []
@@ -221,7 +222,7 @@ def _with_room(
     return views
 
 
-def _made(view: AnyPlace | FetchedBlock, out: Out | None) -> tuple[Any, memoryview]:
+def _made(view: AnyPlace | FetchedBlock, out: Out | None) -> tuple[Value, memoryview]:
     """Return the value, and its bytes as they were copied: in `out`, or an array or tensor.
 
     Raises `UsageError` when it does not fit `out`, which is then unchanged, or when the library

@@ -7,7 +7,7 @@ what has its dtype and shape: other bytes in it would be wrong numbers.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from types import ModuleType
 
 from kvstore.client.values.dtypes import (
     Described,
@@ -19,7 +19,7 @@ from kvstore.client.values.dtypes import (
 )
 from kvstore.client.values.tensors import tensor_bytes
 from kvstore.errors import UsageError
-from kvstore.types import Kind
+from kvstore.types import Kind, Value
 
 _BYTE_FORMATS = ("B", "b", "c")
 
@@ -32,7 +32,7 @@ class Out:
     room: memoryview
     """All its bytes, writable, format 'B'."""
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Value) -> None:
         self._out = out
         self._is: Described | None = None
         """Its dtype and shape; None for plain bytes."""
@@ -54,7 +54,7 @@ class Out:
             self._array = False
             self.room = self._buffer_bytes(out)
 
-    def _buffer_bytes(self, out: Any) -> memoryview:
+    def _buffer_bytes(self, out: Value) -> memoryview:
         try:
             view = memoryview(out)
         except (TypeError, ValueError) as e:
@@ -104,7 +104,7 @@ class Out:
                 "out", f"{self.room.nbytes} bytes", f"must have at least {size_bytes} bytes"
             )
 
-    def answer(self, size_bytes: int) -> Any:
+    def answer(self, size_bytes: int) -> Value:
         """Return what a get gives back when it wrote `size_bytes`: the array or tensor, or the part
         of it that was written; of a buffer always a view."""
         if not self._array:
@@ -118,7 +118,7 @@ def _writable(view: memoryview, given: str = "memoryview") -> memoryview:
     return view
 
 
-def _array_bytes(numpy: Any, array: Any) -> memoryview:
+def _array_bytes(numpy: ModuleType, array: Value) -> memoryview:
     if isinstance(array, numpy.ma.MaskedArray):
         raise UsageError("out", "a masked array", "give its `data`: a mask is not kept")
     if not array.flags.writeable or not array.flags.c_contiguous or array.dtype.hasobject:

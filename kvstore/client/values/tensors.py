@@ -6,15 +6,20 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
 from kvstore.client.values.dtypes import numpy_name, of_torch, read_meta
 from kvstore.errors import UsageError
 from kvstore.limits import META_BYTES_MAX, TENSOR_DIMS_MAX
-from kvstore.types import Kind
+from kvstore.types import Kind, Value
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d{1,9}(\[\w{1,8}\])?", re.ASCII)
 _COMMON_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)", re.ASCII)
@@ -36,7 +41,7 @@ class Payload(NamedTuple):
         return self.data.nbytes + len(self.meta)
 
 
-def encode(value: Any) -> Payload:
+def encode(value: Value) -> Payload:
     """Return a value as what is saved of it. Raises `UsageError` for what has no plain bytes."""
     if type(value) in _PLAIN_TYPES:
         data = as_bytes("value", value)
@@ -59,7 +64,7 @@ def encode(value: Any) -> Payload:
     return Payload(data, b"" if data.nbytes else EMPTY, Kind.BYTES)
 
 
-def encode_block(block: Any) -> Payload:
+def encode_block(block: Value) -> Payload:
     """A KV block: described when it has a dtype, so that it is read into no other. Plain bytes
     need no room for a description. Raises `UsageError` as `encode`."""
     payload = encode(block)
@@ -67,7 +72,7 @@ def encode_block(block: Any) -> Payload:
     return payload._replace(meta=b"" if plain else payload.meta, kind=Kind.BLOCK)
 
 
-def _meta(dtype: str, shape: Any) -> bytes:
+def _meta(dtype: str, shape: Sequence[int]) -> bytes:
     if len(shape) > TENSOR_DIMS_MAX:
         raise UsageError("value.shape", tuple(shape), f"at most {TENSOR_DIMS_MAX} dimensions")
     meta: bytes = msgpack.packb([dtype, list(shape)])
@@ -76,7 +81,7 @@ def _meta(dtype: str, shape: Any) -> bytes:
     return meta
 
 
-def tensor_bytes(field: str, tensor: Any, *, own: bool = False) -> memoryview:
+def tensor_bytes(field: str, tensor: torch.Tensor, *, own: bool = False) -> memoryview:
     """Return bytes of a tensor: in place when it is contiguous in CPU memory, or with `own`. Raises
     `UsageError` for one whose numbers are not its bytes (sparse, quantised, without memory)."""
     import torch
@@ -104,7 +109,7 @@ def tensor_bytes(field: str, tensor: Any, *, own: bool = False) -> memoryview:
     return memoryview(raw).cast("B")
 
 
-def as_bytes(field: str, value: Any) -> memoryview:
+def as_bytes(field: str, value: Value) -> memoryview:
     """Return a flat byte view of anything with the buffer protocol; copies only what is not
     contiguous."""
     try:
@@ -118,7 +123,7 @@ def as_bytes(field: str, value: Any) -> memoryview:
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
-def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
+def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Value, memoryview]:
     """Return a fresh value of that kind and the memory to copy its `size_bytes` into.
 
     Raises `UsageError` when the library it needs is not installed, `ValueError`
@@ -132,7 +137,7 @@ def make(kind: int, meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
     return raw, memoryview(raw)
 
 
-def numpy_dtype(name: str) -> Any:
+def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype of that name. Raises `UsageError` when the library that knows it is
     missing, `ValueError` when none does."""
     try:
@@ -147,7 +152,7 @@ def numpy_dtype(name: str) -> Any:
         raise ValueError(f"no dtype: {name!r}") from e
 
 
-def torch_dtype(name: str) -> Any:
+def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of that name. Raises `UsageError` without torch, and for one it has
     not."""
     try:
@@ -160,7 +165,7 @@ def torch_dtype(name: str) -> Any:
     return dtype
 
 
-def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
+def _make_array(meta: bytes, size_bytes: int) -> tuple[Value, memoryview]:
     name, shape = read_meta(meta)
     dtype = numpy_dtype(name)
     import numpy
@@ -179,7 +184,7 @@ def _make_array(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
     return array, memoryview(array.reshape(-1).view(numpy.uint8).data)
 
 
-def _ml_dtype(name: str) -> Any:
+def _ml_dtype(name: str) -> type:
     """bfloat16, the fp8 types and their like, which numpy knows from `ml_dtypes`."""
     if not _ML_DTYPE.fullmatch(name):
         raise ValueError(f"no dtype: {name!r}")
@@ -193,7 +198,7 @@ def _ml_dtype(name: str) -> Any:
     return found
 
 
-def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Any, memoryview]:
+def _make_tensor(meta: bytes, size_bytes: int) -> tuple[Value, memoryview]:
     try:
         import torch
     except ImportError as e:

@@ -19,7 +19,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from kvstore.batches import in_batches
 from kvstore.core.node import NodeCore
@@ -97,7 +98,7 @@ class BlockEvents:
         except ImportError as e:
             remedy = "needs pyzmq: pip install 'kvstore-llm[events]'"
             raise UsageError("events", setting, remedy) from e
-        self._zmq: Any = zmq
+        self._zmq: ModuleType = zmq
         self._setting = setting
         self._endpoints = endpoints_of(setting)
         self._core = core

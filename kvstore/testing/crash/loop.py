@@ -17,7 +17,7 @@ from ctypes import c_longlong
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvstore import Client, Limits, Namespace
 from kvstore.errors import IndexUnavailableError, PeerError
@@ -289,7 +289,7 @@ class Loop:
         return Client(place.url, run_dir=place.run_dir, key_prefix=place.key_prefix, limits=PATIENT)
 
     @staticmethod
-    def _stats(client: Client) -> dict[str, Any]:
+    def _stats(client: Client) -> dict[str, int | float]:
         with contextlib.suppress(PeerError):
             return dict(client.stats()["node"])
         return {}

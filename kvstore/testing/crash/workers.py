@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Coroutine, MutableSequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -271,7 +271,7 @@ class _Worker:
         await asyncio.sleep(self._rng.uniform(0, CANCELLED_AFTER_S_MAX))
         self._check(other, got)
 
-    async def _soon(self, call: Any) -> None:
+    async def _soon(self, call: Coroutine[object, object, object]) -> None:
         with suppress(PeerError):
             try:
                 await asyncio.wait_for(call, self._rng.uniform(0, CANCELLED_AFTER_S_MAX))

@@ -72,14 +72,14 @@ class Checks:
         self._puts.setdefault(key, []).append(Put(self._put_count, size_bytes))
         return content(key, self._put_count, size_bytes)
 
-    def hit(self, key: Key, data: bytes | memoryview) -> None:
+    def hit(self, key: Key, data: bytes | bytearray | memoryview) -> None:
         """Check rule 1: a hit is exactly the bytes of one put of this key."""
         self._world.count("hits")
         if self.right(key, data):
             return
         self._world.fail(f"rule 1: a hit for {_short(key)} gave bytes that nobody saved for it")
 
-    def right(self, key: Key, data: bytes | memoryview) -> bool:
+    def right(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
         raw = bytes(data)
         return any(
             put.size_bytes == len(raw) and content(key, put.number, put.size_bytes) == raw

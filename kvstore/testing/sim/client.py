@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvstore.client.base import Reservation
 from kvstore.client.client import Client
@@ -18,7 +18,7 @@ from kvstore.record import unpack_record
 from kvstore.testing.sim.models import memory
 from kvstore.testing.sim.scheduler import Actor, HandlerError, Process
 from kvstore.testing.sim.session import client_class
-from kvstore.types import Key, Location, PutStatus
+from kvstore.types import Key, Location, PutResult, PutStatus
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
@@ -194,7 +194,7 @@ class SimClient:
     def _new(self, key: Key) -> bytearray:
         return bytearray(self.world.checks.begin_put(key, size_of(key)))
 
-    def _save(self, put: Callable[[], list[Any]], values: Sequence[bytearray]) -> None:
+    def _save(self, put: Callable[[], Sequence[PutResult]], values: Sequence[bytearray]) -> None:
         """Save from memory of the caller's that is used for something else once the call ends, and
         as a call that somebody may want no more of."""
         world = self.world
@@ -210,7 +210,7 @@ class SimClient:
             for value in values:
                 value[:] = bytes(len(value))
 
-    def _count(self, results: list[Any]) -> None:
+    def _count(self, results: Sequence[PutResult]) -> None:
         for result in results:
             self.world.count(str(result.status))
             self.world.note(result.status, result.reason)
@@ -282,7 +282,7 @@ class SimClient:
 
     # --- reading -------------------------------------------------------------------
 
-    def _read(self, key: Key, value: Any) -> None:
+    def _read(self, key: Key, value: bytes | bytearray | memoryview | None) -> None:
         if value is None:
             self.world.count("misses")
         else:

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 from kvstore.client import pins, reader
 from kvstore.client.remote import fetch
@@ -28,7 +28,7 @@ PART_BYTES_MIN = 4000
 """So that puts of several values are worked on in parts, as large ones are."""
 
 
-def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
+def _edges(world: World) -> Iterator[tuple[ModuleType, str, object]]:
     """Lists (module, name, what stands there during a simulation)."""
     # Pins end by calls alone: who closes one settles all that have ended.
     no_thread = SimpleNamespace(start=lambda: None, is_alive=lambda: True)
@@ -46,7 +46,7 @@ def _edges(world: World) -> Iterator[tuple[Any, str, object]]:
 @contextlib.contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Makes the machine the world's, and the real one again afterwards."""
-    real: list[tuple[Any, str, object]] = []
+    real: list[tuple[ModuleType, str, object]] = []
     log = logging.getLogger("kvstore")
     level = log.level
     log.setLevel(logging.CRITICAL)  # trouble is what it is about

@@ -69,21 +69,21 @@ class SimLoop:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._ready: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._ready: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+        self._timers: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._count = 0
         self.actor: Actor | None = None
         self.lost: set[int] = set()
         """Directions in which no message of a connection to it arrives (network.py)."""
 
-    def call_soon(self, call: Callable[..., None], *args: Any) -> None:
+    def call_soon(self, call: Callable[..., None], *args: object) -> None:
         self._ready.append((call, args))
         if self.actor is not None:
             self.actor.notify()
 
     call_soon_threadsafe = call_soon
 
-    def call_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+    def call_later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         self._count += 1
         heapq.heappush(self._timers, (self._world.now + delay_s, self._count, call, args))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvstore.node.epoch import epoch_after
 from kvstore.testing.sim.checks import Checks
@@ -15,6 +15,9 @@ from kvstore.testing.sim.models.machine import SimMachine
 from kvstore.testing.sim.models.memory import Files
 from kvstore.testing.sim.models.network import Wire
 from kvstore.testing.sim.scheduler import Process, Scheduler
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim.node import SimNode
 
 NODE_BYTES = (128 << 10, 192 << 10, 384 << 10)
 WALL_START_S = 1_000_000.0
@@ -42,7 +45,7 @@ class World(Scheduler):
         self.checks = Checks(self)
         self.on_check = self.checks.all_nodes
         self.dirs: dict[tuple[Path, str], SimNodeDir] = {}
-        self.listening: dict[str, Any] = {}
+        self.listening: dict[str, SimNode] = {}
         """Control socket -> the node that accepts there."""
         self.leases: dict[str, SimLease] = {}
         self.wires: list[tuple[Process, Wire]] = []

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
@@ -54,6 +54,10 @@ EAGER_POLL_S = 0.0005
 SPIN_S = 0.002
 """How long a reader looks for the end of a READ without a pause."""
 ORPHAN_CHECK_S = 1.0
+Agent: TypeAlias = Any
+"""NIXL's agent: NIXL has no types."""
+Message: TypeAlias = list[Any]
+"""A packet of the parent's, as msgpack reads it, or a part of one. The parent is trusted."""
 
 
 def guard(*, device: bool = False) -> None:
@@ -78,7 +82,7 @@ def guard(*, device: bool = False) -> None:
     os.dup2(2, 1)  # both libraries print to stdout
 
 
-def make_agent(name: str) -> Any:
+def make_agent(name: str) -> Agent:
     for module in MODULES:
         try:
             api = importlib.import_module(module)
@@ -134,7 +138,7 @@ def device_memory(
     return Memory(address, size, VRAM, device_number)
 
 
-def register(agent: Any, regions: Sequence[Memory]) -> None:
+def register(agent: Agent, regions: Sequence[Memory]) -> None:
     for kind in (DRAM, VRAM):
         its = [(r.address, r.size_bytes, r.device, "") for r in regions if r.kind == kind]
         if its:
@@ -151,7 +155,7 @@ class Parent:
         self._pid = os.getppid()
         self._checked_at = time.monotonic()
 
-    def request(self, timeout_s: float) -> list[Any] | None:
+    def request(self, timeout_s: float) -> Message | None:
         """The next one, None when none came in time."""
         if not self._poll.poll(timeout_s * 1000):
             now = time.monotonic()
@@ -163,10 +167,10 @@ class Parent:
         raw = self._socket.recv(PACKET_BYTES_MAX)
         if not raw:
             os._exit(0)
-        message: list[Any] = msgpack.unpackb(raw)
+        message: Message = msgpack.unpackb(raw)
         return message
 
-    def answer(self, number: int, status: int, body: Any = "") -> None:
+    def answer(self, number: int, status: int, body: object = "") -> None:
         self._socket.send(msgpack.packb([number, status, body]))
 
 
@@ -232,9 +236,9 @@ class Flight(NamedTuple):
 
     number: int
     deadline: float
-    start: Callable[[list[Any]], Any]
-    stages: list[list[Any]]
-    handles: list[Any]
+    start: Callable[[Message], object]
+    stages: list[Message]
+    handles: list[object]
 
 
 class ReadingAgent:
@@ -290,8 +294,8 @@ class ReadingAgent:
     def _remove(self, name: str) -> None:
         self._agent.remove_remote_agent(name)
 
-    def _read(self, number: int, name: str, timeout_s: float, stages: list[list[Any]]) -> None:
-        def start(stage: list[Any]) -> Any:
+    def _read(self, number: int, name: str, timeout_s: float, stages: list[Message]) -> None:
+        def start(stage: Message) -> object:
             """`stage`: u64 triples (their address there, offset in the arena, length), which device
             of the owner's they are on (-1: none), and the arena: 0 in host memory, 1 in VRAM."""
             pieces, device, arena_number = stage

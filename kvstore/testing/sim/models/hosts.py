@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ class SimNodeDir(NodeDir):
         self.file = _WordFile()
         self.announcement_path: Any = self.file
         self.keep: Any = _KeepFile()
-        self._kept_resets: dict[str, Any] = {}
+        self._kept_resets: dict[str, object] = {}
         self.holder: Process | None = None
         """Whose lock it is; a dead process holds nothing."""
         self._free_bytes = 0
@@ -86,10 +87,10 @@ class SimNodeDir(NodeDir):
     def room(self) -> int:
         return self._free_bytes
 
-    def keep_resets(self, kept: dict[str, Any]) -> None:
-        self._kept_resets = kept
+    def keep_resets(self, kept: Mapping[str, object]) -> None:
+        self._kept_resets = dict(kept)
 
-    def kept_resets(self) -> dict[str, Any]:
+    def kept_resets(self) -> dict[str, object]:
         return self._kept_resets
 
     def kept_for_s(self) -> float:

@@ -54,7 +54,7 @@ class SimMachine(Machine):
     def unix_socket(self) -> Any:
         return SimSocket(self.world, self.world.current.process)
 
-    def peer_uid(self, connection: Any) -> int:
+    def peer_uid(self, connection: object) -> int:
         return os.geteuid()
 
     def lock_file(self, path: Path) -> SimLease:

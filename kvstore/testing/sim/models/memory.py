@@ -99,7 +99,7 @@ class SimReader:
         self,
         segment: MappedSegment,
         keys: list[Key],
-        outs: list[Any],
+        outs: list[object],
         kinds: int,
         found: Found | None = None,
         copied: Copied | None = None,

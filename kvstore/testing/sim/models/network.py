@@ -10,7 +10,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgpack
 
@@ -19,6 +19,7 @@ from kvstore.testing.sim.scheduler import Actor, Process
 from kvstore.types import KEY_BYTES
 
 if TYPE_CHECKING:
+    from kvstore.testing.sim.node import SimLoop
     from kvstore.testing.sim.world import World
 
 ASKS, ANSWERS = 0, 1
@@ -56,7 +57,9 @@ class Message:
 class Wire:
     """Models one connection. What is sent arrives by the world's timers."""
 
-    def __init__(self, world: World, client: SimSocket, connection: Connection, loop: Any) -> None:
+    def __init__(
+        self, world: World, client: SimSocket, connection: Connection, loop: SimLoop
+    ) -> None:
         self._world = world
         self._client = client
         self._connection = connection
