@@ -47,6 +47,18 @@ with of_vllm():
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
     from connector.scheduler.scheduler import SchedulerCore
     from connector.worker.worker import WorkerCore
     from kvstore import Explanation
@@ -85,7 +97,7 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class PoolPins:
     """Holds a reference on blocks of vLLM's pool for each save, as one more request would."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def pin(self, block_ids: Sequence[int]) -> None:
@@ -104,11 +116,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return False
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
         """Layer by layer, Python runs between the layers: a graph of all of them would skip it."""
         return bool(extra_config.get("layerwise"))
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = ConnectorSettings.from_extra(transfer.kv_connector_extra_config or {})
@@ -187,12 +201,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         assert self._scheduler is not None, "a scheduler call on a worker's connector"
         return self._scheduler
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
             pins, blocks = PoolPins(gpu_block_pool), gpu_block_pool.num_gpu_blocks
             self._s.bind_pins(pins, self._shape.workers, blocks, gpu_block_pool.evict_blocks)
 
-    def _hashed(self, request: Any) -> HashedRequest:
+    def _hashed(self, request: Request) -> HashedRequest:
         known = self._requests.get(request.request_id)
         if known is None:
             computed_with = self._weights.of(request)
@@ -206,12 +220,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
             self._requests[request.request_id] = known
         return known
 
-    def on_new_request(self, request: Any) -> None:
+    def on_new_request(self, request: Request) -> None:
         loads = not request.skip_reading_prefix_cache
         self._s.on_new_request(self._hashed(request), loads=loads)
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         hashed = self._hashed(request)
         if request.skip_reading_prefix_cache:
@@ -219,7 +233,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         tokens = self._s.match(hashed, num_computed_tokens)
         return tokens, bool(tokens) and not self._config.layerwise
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self._s.allocated(
             self._hashed(request),
             lambda: self._stored(blocks.get_block_ids()),
@@ -227,7 +243,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         )
 
     def get_external_cache_hit_sources(
-        self, request: Any, num_external_tokens: int
+        self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         hashed = self._hashed(request)
         tiers = self._s.hit_sources(hashed.request_id, num_external_tokens)
@@ -241,7 +257,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         """Of vLLM's tables those of groups that are stored."""
         return tuple(tables[number] for number in self._numbers)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
 
         def block_ids(request_id: str) -> BlockTables | None:
@@ -264,20 +280,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         preempted = scheduler_output.preempted_req_ids or ()
         return KVStoreMetadata(self._s.plan_step(scheduled, preempted, block_ids, states))
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
             self._s.report(meta.report)
         self._s.loads_ended(connector_output.finished_recving or ())
 
     def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
         # Nothing to delay: saves in flight hold their own reference on the blocks.
         hashed = self._requests.pop(request.request_id, None)
         handed = None if self._is_child else hand_over(self._s, request, self._engine_id)
@@ -285,7 +301,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         asked = self._keys_asked(request, hashed)
         return False, {**(handed or {}), **(asked or {})} or None
 
-    def _keys_asked(self, request: Any, hashed: HashedRequest | None) -> dict[str, Any] | None:
+    def _keys_asked(
+        self, request: Request, hashed: HashedRequest | None
+    ) -> dict[str, object] | None:
         """Return what a router wants to know in the response (`connector.layout.prompt_keys`)."""
         params = request.kv_transfer_params
         # Taken out: vLLM allows an answer of one connector only, of several in a MultiConnector.
@@ -297,7 +315,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         full = hashed.num_prompt_tokens // self._block_tokens
         return {PromptKeys.ASKED: self._prompt_keys.answer(hashed.block_hashes[:full])}
 
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[KVCacheEvent]:
         return self._events.of(self._s.take_events())
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -369,7 +387,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         assert isinstance(metadata, KVStoreMetadata)
         return metadata.plan
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         groups = self._kv_cache_config.kv_cache_groups
         stored = (groups[number].layer_names for number in self._numbers)
         taken = [{name: kv_caches[name] for name in names} for names in stored]
@@ -384,7 +402,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         # vLLM launches the forward before it starts loads, and that has nothing to do with them.
         self._before_forward = self._w.mark_ready() if self._plan.loads else None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         self._w.cancel_loads(self._plan.dropped_loads)
         self._w.start_loads(self._plan.loads, self._before_forward)
 
@@ -392,7 +410,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         self._w.wait_layer_load(layer_name)
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: object,
     ) -> None:
         self._w.layer_written(layer_name, self._plan.saves)
 
@@ -425,7 +447,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return None if counts is None else KVStoreStats(counts.to_dict())
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KVStoreStats:
         return KVStoreStats(data or {})
 
     @classmethod
@@ -439,7 +461,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
             self._worker.close()
 
 
-def _warn(vllm_config: Any) -> None:
+def _warn(vllm_config: VllmConfig) -> None:
     """Settings with which the store works badly are said once, at start."""
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":

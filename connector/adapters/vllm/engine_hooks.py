@@ -11,11 +11,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from connector.limits import END_SAVES_S
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.core import EngineCore
+
     from connector.messages import WorkerReport
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,9 @@ LEAVES_WEIGHTS_ALONE = frozenset(
 DISCARDS_WEIGHTS = 2
 """Level of sleep from which on weights come back by another load."""
 _MARK = "_kvstore_wrapped"
+Around = Callable[..., Callable[[], object] | None]
+"""Is called before a method of the engine core, with (core, our connectors, what is left after the
+call) before its arguments, and may return what is to be called afterwards."""
 
 
 class Watcher:
@@ -80,9 +86,9 @@ def watch_engine_core() -> None:
         setattr(core, name, _wrapped(original, around))
 
 
-def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(original: Callable[..., object], around: Around) -> Callable[..., object]:
     @functools.wraps(original)
-    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(core: EngineCore, *args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
             try:
                 after = around(core, watchers(_scheduler_connector(core)), stack, *args, **kwargs)
@@ -97,12 +103,12 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     return call
 
 
-def _scheduler_connector(core: Any) -> Any:
+def _scheduler_connector(core: EngineCore) -> object:
     scheduler = getattr(core, "scheduler", None)
     return getattr(scheduler, "connector", None)
 
 
-def watchers(connector: Any) -> list[Watcher]:
+def watchers(connector: object) -> list[Watcher]:
     """Our connectors: the connector itself, or those of a MultiConnector."""
     if isinstance(connector, Watcher):
         return [connector]
@@ -110,14 +116,19 @@ def watchers(connector: Any) -> list[Watcher]:
 
 
 def _set_weight_version(
-    core: Any, ours: list[Watcher], stack: ExitStack, weight_version: str
+    core: EngineCore, ours: list[Watcher], stack: ExitStack, weight_version: str
 ) -> None:
     for one in ours:
         one.weights_named(weight_version)
 
 
 def _collective_rpc(
-    core: Any, ours: list[Watcher], stack: ExitStack, method: Any, *args: Any, **kwargs: Any
+    core: EngineCore,
+    ours: list[Watcher],
+    stack: ExitStack,
+    method: object,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     if not isinstance(method, str) or method not in LEAVES_WEIGHTS_ALONE:
         for one in ours:
@@ -125,25 +136,32 @@ def _collective_rpc(
 
 
 def _sleep(
-    core: Any, ours: list[Watcher], stack: ExitStack, level: int = 1, *args: Any, **kwargs: Any
+    core: EngineCore,
+    ours: list[Watcher],
+    stack: ExitStack,
+    level: int = 1,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     if level >= DISCARDS_WEIGHTS:
         for one in ours:
             one.weights_may_have_changed()
 
 
-def _add_lora(core: Any, ours: list[Watcher], stack: ExitStack, lora_request: Any) -> None:
+def _add_lora(
+    core: EngineCore, ours: list[Watcher], stack: ExitStack, lora_request: LoRARequest
+) -> None:
     for one in ours if lora_request.load_inplace else ():
         one.adapter_changes(int(lora_request.lora_int_id))
 
 
-def _remove_lora(core: Any, ours: list[Watcher], stack: ExitStack, lora_id: int) -> None:
+def _remove_lora(core: EngineCore, ours: list[Watcher], stack: ExitStack, lora_id: int) -> None:
     for one in ours:
         one.adapter_changes(int(lora_id))
 
 
 def _reset_caches(
-    core: Any, ours: list[Watcher], stack: ExitStack, *args: Any, **kwargs: Any
+    core: EngineCore, ours: list[Watcher], stack: ExitStack, *args: object, **kwargs: object
 ) -> None:
     _end_saves_in_flight(core, ours)
     for one in ours:
@@ -151,12 +169,12 @@ def _reset_caches(
 
 
 def _reset_prefix_cache(
-    core: Any, ours: list[Watcher], stack: ExitStack, *args: Any, **kwargs: Any
+    core: EngineCore, ours: list[Watcher], stack: ExitStack, *args: object, **kwargs: object
 ) -> None:
     _end_saves_in_flight(core, ours)
 
 
-def _end_saves_in_flight(core: Any, ours: list[Watcher]) -> None:
+def _end_saves_in_flight(core: EngineCore, ours: list[Watcher]) -> None:
     """vLLM cannot empty its cache while a block of it is in use, and a save uses its blocks."""
     if not any(one.saves_in_flight for one in ours):
         return
@@ -165,7 +183,7 @@ def _end_saves_in_flight(core: Any, ours: list[Watcher]) -> None:
             one.saves_ended(report)
 
 
-def end_saves(worker: Any) -> list[WorkerReport]:
+def end_saves(worker: object) -> list[WorkerReport]:
     """Runs on each worker: one report for each connector of ours, in their order."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -174,7 +192,7 @@ def end_saves(worker: Any) -> list[WorkerReport]:
     return [one.end_saves(END_SAVES_S) for one in watchers(get_kv_transfer_group())]
 
 
-_AROUND: dict[str, Callable[..., Any]] = {
+_AROUND: dict[str, Around] = {
     "set_weight_version": _set_weight_version,
     "collective_rpc": _collective_rpc,
     "sleep": _sleep,

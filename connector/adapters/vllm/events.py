@@ -21,6 +21,9 @@ from connector.adapters.vllm.shape import vllm_hash_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
     from connector.messages import BlockEvent
 
 PLACE = {"medium": MEDIUM_CPU, "locality": "LOCAL", "ownership": "kvstore"}
@@ -31,7 +34,9 @@ class VllmEvents:
     """Tells one event per store block, in blocks and hashes of vLLM's own, so that routers know the
     block again from the events of vLLM's own cache."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, numbers: Sequence[int]) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, numbers: Sequence[int]
+    ) -> None:
         """`numbers` are vLLM's of the groups that are stored, in the layout's order."""
         self._numbers = tuple(numbers)
         self._groups = kv_cache_config.kv_cache_groups

@@ -9,13 +9,17 @@ finds it in the store by the prompt. `HANDED_TOKENS` says for how much of it it 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
 from connector.scheduler.request_settings import HANDED_TOKENS
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from vllm.v1.request import Request
+
     from connector.scheduler.lockstep import LockstepScheduler
     from connector.scheduler.scheduler import SchedulerCore
 
@@ -24,8 +28,8 @@ MULTI_CONNECTOR = "MultiConnector"
 
 
 def hand_over(
-    side: SchedulerCore | LockstepScheduler, request: Any, engine_id: str
-) -> dict[str, Any] | None:
+    side: SchedulerCore | LockstepScheduler, request: Request, engine_id: str
+) -> dict[str, object] | None:
     """Return the answer to a request that has ended; None when it does not ask for one, or broke
     off."""
     params = request.kv_transfer_params
@@ -52,7 +56,7 @@ def within_multi_connector() -> bool:
     request: the answer is another one's then, if anybody's.
     """
     frame = sys._getframe(1)
-    caller: Any = frame
+    caller: FrameType | None = frame
     while caller is not None:
         made = caller.f_locals.get("self") if caller.f_code.co_name == "__init__" else None
         if any(kind.__name__ == MULTI_CONNECTOR for kind in type(made).__mro__):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
@@ -12,6 +12,8 @@ from connector.layout.geometry import Field
 from connector.layout.identity import digest_of, files_of, forward_digest, weights_or_unknown
 
 if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
+
     from connector.settings import ConnectorSettings
 
 ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn", "dynamic", "mrope", "proportional")
@@ -24,7 +26,7 @@ UNREADABLE_FORMATS = ("ipc_cache", "modelexpress", "runai_streamer_sharded")
 """`load_format`s whose weights are in no file of this host."""
 
 
-def model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field]:
+def model_fields(vllm_config: VllmConfig, config: ConnectorSettings) -> dict[str, Field]:
     """Return namespace fields of the model.
 
     Reads the files of the weights, within `kvstore.limits.WEIGHTS_TIMEOUT_S` each.
@@ -44,7 +46,7 @@ def model_fields(vllm_config: Any, config: ConnectorSettings) -> dict[str, Field
     }
 
 
-def _weights(vllm_config: Any, model: Any, weights_id: str | None) -> str:
+def _weights(vllm_config: VllmConfig, model: ModelConfig, weights_id: str | None) -> str:
     if weights_id is not None:
         return f"id {weights_id}"
     load = vllm_config.load_config
@@ -58,7 +60,7 @@ def _weights(vllm_config: Any, model: Any, weights_id: str | None) -> str:
     return weights_or_unknown(path, why_not, unknown)
 
 
-def _files_of(model: Any, load: Any) -> tuple[Path | None, str]:
+def _files_of(model: ModelConfig, load: LoadConfig) -> tuple[Path | None, str]:
     """Return where the weights lie that vLLM has loaded, or why nobody can look."""
     if str(load.load_format) in UNREADABLE_FORMATS:
         return None, f"load_format {load.load_format} reads no files of this host"
@@ -67,7 +69,7 @@ def _files_of(model: Any, load: Any) -> tuple[Path | None, str]:
     return files_of(name, commit, load.download_dir)
 
 
-def _forward(model: Any) -> str:
+def _forward(model: ModelConfig) -> str:
     """Of the model's configuration with all overrides applied, and what else shapes K and V."""
     fields: dict[str, object] = {
         "config": forward_digest(model.hf_config.to_dict()),
@@ -81,7 +83,7 @@ def _forward(model: Any) -> str:
     return digest_of(fields)
 
 
-def length_shapes_forward(model: Any) -> bool:
+def length_shapes_forward(model: ModelConfig) -> bool:
     """Return whether K and V of a token may be others in an engine with another `max_model_len`."""
     text = model.hf_text_config
     own_code = bool(getattr(model.hf_config, "auto_map", None)) and model.trust_remote_code
@@ -105,7 +107,9 @@ def _rope_types(rope: object) -> list[object]:
     return kinds + [kind for value in rope.values() for kind in _rope_types(value)]
 
 
-def _draft(vllm_config: Any, speculative: Any, config: ConnectorSettings) -> str:
+def _draft(
+    vllm_config: VllmConfig, speculative: SpeculativeConfig, config: ConnectorSettings
+) -> str:
     """A draft model writes KV of its own into the blocks, from weights of its own; other ways to
     guess tokens leave KV as it is."""
     draft = speculative.draft_model_config

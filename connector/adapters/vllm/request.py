@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from connector.layout.block_hashes import BlockHashes
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_hints.protocol import KvHintsEnvelope
+    from vllm.v1.request import Request
 
 
 class HashedRequest:
@@ -29,7 +33,7 @@ class HashedRequest:
 
     def __init__(
         self,
-        request: Any,
+        request: Request,
         block_tokens: int,
         hash_tokens: int,
         computed_with: tuple[str, ...] = (),
@@ -51,7 +55,7 @@ class HashedRequest:
         return str(self._request.request_id)
 
     @property
-    def vllm_request(self) -> Any:
+    def vllm_request(self) -> Request:
         return self._request
 
     def tokens_of(self, block: int) -> tuple[int, int]:
@@ -71,12 +75,12 @@ class HashedRequest:
         return int(self._request.num_computed_tokens)
 
     @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        params: Mapping[str, Any] | None = self._request.kv_transfer_params
+    def kv_transfer_params(self) -> Mapping[str, object] | None:
+        params: Mapping[str, object] | None = self._request.kv_transfer_params
         return params
 
     @property
-    def kv_hints(self) -> Any:
+    def kv_hints(self) -> KvHintsEnvelope | None:
         """vLLM's `KvHintsEnvelope`, or None."""
         return getattr(self._request, "kv_hints", None)
 

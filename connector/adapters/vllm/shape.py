@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
@@ -37,13 +37,18 @@ from connector.layout.topology import TpKVTopology
 from kvstore import UsageError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
     from connector.settings import ConnectorSettings
 
 VLLM_NULL_BLOCK_ID = 0
 """vLLM's block pool keeps block 0 for "no block here"."""
 
 
-def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettings) -> EngineShape:
+def engine_shape(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorSettings
+) -> EngineShape:
     """Return what this engine caches. Raises `UsageError` for what cannot be stored: it is better
     not to start than to guess."""
     parallel = vllm_config.parallel_config
@@ -94,12 +99,12 @@ def engine_shape(vllm_config: Any, kv_cache_config: Any, config: ConnectorSettin
     )
 
 
-def _boundary_tokens(kv_cache_config: Any) -> int:
+def _boundary_tokens(kv_cache_config: KVCacheConfig) -> int:
     """Return where hits of vLLM's own cache end, for the sake of groups that are left out."""
     return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
 
 
-def _check_layerwise(vllm_config: Any) -> None:
+def _check_layerwise(vllm_config: VllmConfig) -> None:
     """What vLLM 0.32 does layer by layer, and recomputes rightly (docs/decisions/0013)."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
 
@@ -146,12 +151,12 @@ def _check_layerwise(vllm_config: Any) -> None:
     )
 
 
-def vllm_hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+def vllm_hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return tokens of one of vLLM's own block hashes."""
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
+def _group(number: int, group: KVCacheGroupSpec, vllm_config: VllmConfig) -> GroupShape:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     pp_size = parallel.pipeline_parallel_size
     layers = {"kv_layers": _layers_digest(group, vllm_config)}
@@ -212,7 +217,7 @@ def _group(number: int, group: Any, vllm_config: Any) -> GroupShape:
     )
 
 
-def _within_block(vllm_config: Any, spec: Any) -> str:
+def _within_block(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """How bytes lie within one engine block and head: empty when token by token, K then V.
 
     Elsewhere only engines with the same order may share, and so the same block
@@ -242,7 +247,7 @@ def _within_block(vllm_config: Any, spec: Any) -> str:
     return ", ".join(known)
 
 
-def _layers_digest(group: Any, vllm_config: Any) -> str:
+def _layers_digest(group: KVCacheGroupSpec, vllm_config: VllmConfig) -> str:
     """Return which layers a shard has.
 
     Each pipeline stage has others and the scheduler knows those of the first only; but it knows

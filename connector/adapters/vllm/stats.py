@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -12,6 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from connector.metrics import METRICS, labelled, summary
 from connector.stats import CountStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
@@ -38,15 +41,15 @@ class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(
         self,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, Any] = {}
+        self._metrics: dict[str, Counter | Histogram] = {}
         for metric in METRICS:
-            made: dict[str, Any] = {
+            made: dict[str, object] = {
                 "name": f"vllm:{metric.name}",
                 "documentation": metric.help,
                 "labelnames": [*labelnames, metric.label] if metric.label else labelnames,
@@ -61,7 +64,9 @@ class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 for own in known:
                     self._metrics[metric.name].labels(*of_engine, *own)
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+    def observe(
+        self, transfer_stats_data: dict[str, float | list[float]], engine_idx: int = 0
+    ) -> None:
         of_engine = self.per_engine_labelvalues[engine_idx]
         for name, label, value in labelled(transfer_stats_data):
             metric = self._metrics[name].labels(*of_engine, *([label] if label else []))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING
 
 from connector.layout.identity import files_of, weights_or_unknown
 from connector.limits import FINGERPRINTS_KEPT_MAX
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
 
 
 class Weights:
     """Tells adapters apart by their files, which vLLM knows by name and path, and weights that
     were changed in place from those that were loaded at the start."""
 
-    def __init__(self, vllm_config: Any, process: str, *, named: bool = False) -> None:
+    def __init__(self, vllm_config: VllmConfig, process: str, *, named: bool = False) -> None:
         """`process` is no other process's, unless both are of one engine. `named`: the user has
         given a `weights_id`. Then `set_weight_version` tells engines of that id apart; alone it
         does not, since any two users may count from 1."""
@@ -25,7 +30,7 @@ class Weights:
         self._changes = 0
         self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
 
-    def of(self, request: Any) -> tuple[str, ...]:
+    def of(self, request: Request) -> tuple[str, ...]:
         """Return what goes into the hashes of all of the request's blocks.
 
         Reads an adapter's files when its first request comes, and again when vLLM is to load it
@@ -51,7 +56,7 @@ class Weights:
         for name in [name for name in self._adapters if name[0] == lora_id]:
             del self._adapters[name]
 
-    def _adapter(self, adapter: Any) -> str:
+    def _adapter(self, adapter: LoRARequest) -> str:
         name = (int(adapter.lora_int_id), str(adapter.lora_name), str(adapter.lora_path))
         known = self._adapters.get(name)
         if known is None or adapter.load_inplace:

@@ -13,9 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config.model_arch import ModelArchitectureConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 KV_HEADS = re.compile(
     r"(kv|key_value)_(n_)?heads?(?!_(dim|size))|heads?_(kv|key_value)$|(attention|query)_groups?"
@@ -31,7 +36,7 @@ DEPTH_MAX = 6
 """Of a nested configuration; what lies deeper is not looked at."""
 
 
-def tp_shards(spec: Any, layer_names: Iterable[str], vllm_config: Any) -> int:
+def tp_shards(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfig) -> int:
     """Distinct parts of the group's KV among the tensor-parallel workers."""
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     if spec.max_tp_shards is not None:
@@ -45,7 +50,7 @@ def tp_shards(spec: Any, layer_names: Iterable[str], vllm_config: Any) -> int:
     return total if 0 < total < tp_size and tp_size % total == 0 else tp_size
 
 
-def _heads(spec: Any, layer_names: Iterable[str], vllm_config: Any) -> set[int]:
+def _heads(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfig) -> set[int]:
     """KV heads that the layers may have in the whole model, by the configuration."""
     model = vllm_config.model_config
     arch, speculative = model.model_arch_config, vllm_config.speculative_config
@@ -62,7 +67,9 @@ def _heads(spec: Any, layer_names: Iterable[str], vllm_config: Any) -> set[int]:
     return heads
 
 
-def _heads_of_layers(arch: Any, layer_names: Iterable[str], parallel: Any) -> set[int]:
+def _heads_of_layers(
+    arch: ModelArchitectureConfig, layer_names: Iterable[str], parallel: ParallelConfig
+) -> set[int]:
     """By vLLM's own per-layer configuration."""
     count = len(arch.per_layer_overrides)
     every = {int(arch[i].total_num_kv_heads) for i in range(count)}
@@ -77,11 +84,11 @@ def _heads_of_layers(arch: Any, layer_names: Iterable[str], parallel: Any) -> se
     return heads
 
 
-def _heads_by_name(spec: Any, text_config: Any) -> set[int]:
+def _heads_by_name(spec: KVCacheSpec, text_config: object) -> set[int]:
     return {heads for _, heads in _named(text_config)}
 
 
-def _heads_by_window(spec: Any, text_config: Any) -> set[int] | None:
+def _heads_by_window(spec: KVCacheSpec, text_config: object) -> set[int] | None:
     """Return where layers with a window have a number of their own: that of the group's kind.
 
     None where the configuration tells them apart in another way, or the group may hold both
@@ -98,7 +105,7 @@ def _heads_by_window(spec: Any, text_config: Any) -> set[int] | None:
     return None
 
 
-def _named(config: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
+def _named(config: object, depth: int = 0) -> Iterator[tuple[str, int]]:
     """(name, value) of everything in a configuration that is a number of KV heads."""
     if depth > DEPTH_MAX:
         return

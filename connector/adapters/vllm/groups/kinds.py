@@ -14,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvstore import UsageError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 class Fate(StrEnum):
@@ -66,7 +70,7 @@ class Group(NamedTuple):
 
     number: int
     """vLLM's own, counted over all groups."""
-    group: Any
+    group: KVCacheGroupSpec
 
 
 class Groups(NamedTuple):
@@ -77,7 +81,7 @@ class Groups(NamedTuple):
     """Number, kind and reason of each of the others."""
 
 
-def sorted_groups(kv_cache_config: Any) -> Groups:
+def sorted_groups(kv_cache_config: KVCacheConfig) -> Groups:
     """Return which groups are stored. Raises `UsageError` where no prefix could be used again."""
     stored, left_out = [], []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -95,7 +99,7 @@ def sorted_groups(kv_cache_config: Any) -> Groups:
     return Groups(tuple(stored), tuple(left_out))
 
 
-def _why_left_out(number: int, group: Any) -> str | None:
+def _why_left_out(number: int, group: KVCacheGroupSpec) -> str | None:
     """Return why `group` is not stored, None where it is."""
     if not group.enable_kv_transfer:
         return "vLLM makes it from another group (enable_kv_transfer is false)"
@@ -126,11 +130,11 @@ def _refuse(number: int, name: str, why: str) -> None:
     )
 
 
-def _kinds(group: Any) -> Iterator[str]:
+def _kinds(group: KVCacheGroupSpec) -> Iterator[str]:
     return iter(dict.fromkeys(type(one).__name__ for one in iter_layer_specs(group.kv_cache_spec)))
 
 
-def check_model(model_config: Any) -> None:
+def check_model(model_config: ModelConfig) -> None:
     """Raise `UsageError` for a model that cannot begin behind a prefix, whatever its groups."""
     if model_config.is_encoder_decoder:
         why = KINDS["CrossAttentionSpec"].why

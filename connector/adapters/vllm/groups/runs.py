@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
@@ -18,8 +18,12 @@ from connector.adapters.vllm.groups.heads import tp_shards
 from connector.layout.geometry import LayerRun
 from kvstore import UsageError
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
-def state_runs(group: Any, pp_size: int) -> tuple[LayerRun, ...]:
+
+def state_runs(group: KVCacheGroupSpec, pp_size: int) -> tuple[LayerRun, ...]:
     """Return runs of a group of state-space layers whose states differ in size, else nothing."""
     runs = _by_shape(group)
     if len(runs) == 1:
@@ -29,7 +33,7 @@ def state_runs(group: Any, pp_size: int) -> tuple[LayerRun, ...]:
 
 
 def layer_runs(
-    group: Any, vllm_config: Any, within_block: Callable[[Any], str]
+    group: KVCacheGroupSpec, vllm_config: VllmConfig, within_block: Callable[[KVCacheSpec], str]
 ) -> tuple[LayerRun, ...]:
     """Return runs of a group whose layers differ, else nothing.
 
@@ -60,7 +64,7 @@ def layer_runs(
     return runs
 
 
-def _by_shape(group: Any) -> tuple[LayerRun, ...]:
+def _by_shape(group: KVCacheGroupSpec) -> tuple[LayerRun, ...]:
     """Return layers of one shape each, in the order of the first of them."""
     places: dict[tuple[int, int, Fraction], list[int]] = {}
     for place, name in enumerate(group.layer_names):

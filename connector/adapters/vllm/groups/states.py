@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
@@ -15,11 +15,17 @@ from connector.layout.topology import TpKVTopology
 from connector.messages import StateBlock
 from kvstore import UsageError
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
+    from connector.adapters.vllm.request import HashedRequest
+
 CACHE_MODE = "align"
 """vLLM's only mode in which states are kept for the prefix cache."""
 
 
-def state_spec(number: int, spec: Any) -> MambaSpec | None:
+def state_spec(number: int, spec: KVCacheSpec) -> MambaSpec | None:
     """Spec of the first layer of group `number`, None when they are not state-space layers.
 
     Raises `UsageError` for states that cannot be stored.
@@ -40,7 +46,7 @@ def state_spec(number: int, spec: Any) -> MambaSpec | None:
     return first
 
 
-def state_geometry(spec: MambaSpec, group: Any, pp_size: int) -> KVGeometry:
+def state_geometry(spec: MambaSpec, group: KVCacheGroupSpec, pp_size: int) -> KVGeometry:
     return KVGeometry(
         layers=len(group.layer_names),
         heads=1,
@@ -70,7 +76,11 @@ def state_fields(spec: MambaSpec) -> dict[str, Field]:
 
 
 def completed_states(
-    block_state: Any, request: Any, numbers: Sequence[int], *, speculative: bool
+    block_state: KVConnectorBlockState | None,
+    request: HashedRequest,
+    numbers: Sequence[int],
+    *,
+    speculative: bool,
 ) -> Sequence[StateBlock]:
     """Return the blocks in which this step's forward leaves a state of `request` for good.
 
