@@ -9,8 +9,8 @@ from connector.limits import STATS_SAMPLES_MAX
 
 
 class CountStats:
-    """`KVConnectorStats` of counters, which add up, and of samples (lists of numbers), which
-    are put together, at most the last `STATS_SAMPLES_MAX` of a name. Equal when all are."""
+    """Implements `KVConnectorStats` of counters, which add up, and of samples (lists of numbers),
+    which are put together, at most the last `STATS_SAMPLES_MAX` of a name. Equal when all are."""
 
     __slots__ = ("counts",)
 

@@ -20,7 +20,8 @@ class WorkThread(Generic[T]):
     """
 
     def __init__(self, name: str, handle: Callable[[T], None], items_max: int) -> None:
-        """At most about `items_max` wait; the thread runs from `start` on."""
+        """`handle` is called with each item, of which at most about `items_max` wait; the thread
+        runs from `start` on."""
         self._handle = handle
         self.items_max = items_max
         self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
@@ -45,7 +46,7 @@ class WorkThread(Generic[T]):
         return True
 
     def next_waiting(self) -> T | None:
-        """For `handle`: one more item to handle with its own; None when no other waits."""
+        """Give `handle` one more item to handle with its own; None when no other waits."""
         try:
             item = self._items.get_nowait()
         except queue.Empty:

@@ -123,9 +123,9 @@ class BlockHashes:
         return self._hashes
 
     def part(self, tokens: Sequence[int], num_tokens: int) -> bytes | None:
-        """Of the tokens behind the last full block of the first `num_tokens`; None when these or
-        those before them have no hash, and when they are fewer than two: an engine computes the
-        last one in any case."""
+        """Return the hash of the tokens behind the last full block of the first `num_tokens`; None
+        when these or those before them have no hash, and when they are fewer than two: an engine
+        computes the last one in any case."""
         full, rest = divmod(num_tokens, self._block_tokens)
         before = self.hashes(tokens, num_tokens)[:full]
         if rest < 2 or len(before) < full or self._refused:

@@ -55,13 +55,13 @@ def decode_body(body: dict[str, object], answer: Body) -> dict[str, object]:
     return {**body, "kv_transfer_params": {**(params if isinstance(params, dict) else {}), **told}}
 
 
-def if_tokens(said: object) -> list[int] | None:
-    """`said` when it is a list of tokens."""
+def token_list(said: object) -> list[int] | None:
+    """Return `said` when it is a list of tokens, else None."""
     return said if isinstance(said, list) and all(type(one) is int for one in said) else None
 
 
 def text_only(messages: object) -> bool:
-    """Images and the like are part of the KV and not of the tokens."""
+    """Whether all content is text: images and the like are part of the KV and not of the tokens."""
     if not isinstance(messages, list):
         return False
     for message in messages:

@@ -220,7 +220,7 @@ def _median_ms(done: Round) -> float | None:
 
 
 def positive(text: str) -> int:
-    """For argparse: nothing sent is nothing shown."""
+    """Read a number for argparse: nothing sent is nothing shown."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

@@ -110,8 +110,8 @@ class Prefixes:
             return Prefix(tokens, model.keys.block_tokens, index_away=True)
 
     def keys_of(self, name: str) -> PromptKeys | None:
-        """How that model's blocks are named; None while that is not known, or is not by tokens
-        alone."""
+        """Return how that model's blocks are named; None while that is not known, or is not by
+        tokens alone."""
         model = self._models.get(name)
         return model.keys if model is not None and model.plain else None
 
@@ -134,7 +134,7 @@ class Prefixes:
         return await self._look(look)
 
     async def _look(self, look: Callable[..., T], *arguments: object) -> T:
-        """In a thread. Raises `TimeoutError`."""
+        """Call `look` in a thread. Raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             return await loop.run_in_executor(self._threads, look, *arguments)

@@ -21,9 +21,9 @@ to the engine beside the longest prefix. dns+http://NAME:PORT is one engine at e
 NAME, looked up again and again. --prefill and --decode may be given several times."""
 
 
-def _of_the_router(record: logging.LogRecord) -> bool:
-    """Whether it tells of more than a client that speaks no HTTP: he hears so himself, and whoever
-    can connect would fill the log with tracebacks."""
+def _is_no_bad_http(record: logging.LogRecord) -> bool:
+    """Whether it tells of more than a client that speaks no HTTP: that one hears so himself, and
+    whoever can connect would fill the log with tracebacks."""
     raised = record.exc_info[1] if record.exc_info else None
     return not isinstance(raised, HttpProcessingError)
 
@@ -56,7 +56,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-    logging.getLogger("aiohttp.server").addFilter(_of_the_router)
+    logging.getLogger("aiohttp.server").addFilter(_is_no_bad_http)
     try:
         settings = RouterSettings(
             timeout_s=options.timeout_s,

@@ -39,9 +39,9 @@ from connector.router.bodies import (
     NOT_TOLD,
     TOKENIZED,
     decode_body,
-    if_tokens,
     prefill_body,
     text_only,
+    token_list,
 )
 from connector.router.discovery import Name, keep_resolving, resolve
 from connector.router.metrics import exposition
@@ -229,7 +229,7 @@ class Router:
         if not prompt or any(body.get(name) for name in NOT_TOLD):
             return None
         if job.path == COMPLETIONS and isinstance(prompt, list):
-            return if_tokens(prompt)
+            return token_list(prompt)
         if not self._settings.tokenize or (job.path == CHAT and not text_only(prompt)):
             return None
         engine = self._fleet.choose(Role.DECODE, {}, time.monotonic())
@@ -242,7 +242,7 @@ class Router:
         except EngineFailedError as e:
             log.warning("the prompt's tokens are not known, its prefix is not looked up: %s", e)
             return None
-        return if_tokens((answer or {}).get("tokens"))
+        return token_list((answer or {}).get("tokens"))
 
     async def _prefill(self, job: _Job) -> None:
         """Have what is missing of the prompt computed and saved, if anybody can."""
@@ -393,7 +393,7 @@ def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None)
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """As OpenAI's API says it."""
+    """Return an error as OpenAI's API says it."""
     body = {"error": {"message": message, "type": "router_error", "code": status}}
     return web.Response(
         status=status, text=json.dumps(body), content_type="application/json", headers=headers

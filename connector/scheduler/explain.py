@@ -300,7 +300,7 @@ class RequestHistory:
     # Both
 
     def _remember(self, explanation: Explanation) -> None:
-        """How a request ended, without what its lookup holds."""
+        """Keep how a request ended, without what its lookup holds."""
         with self._lock:
             self._told[explanation.request_id] = explanation
             while len(self._told) > EXPLAIN_REQUESTS_MAX:

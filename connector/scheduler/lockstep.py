@@ -226,8 +226,8 @@ class LockstepScheduler:
         ]
 
     def _settle(self, reports: Iterable[list[Any]]) -> None:
-        """As an executor puts its workers' words together: a load has ended when it has on every
-        worker, all else counts at once."""
+        """Merge reports as an executor puts its workers' words together: a load has ended when it
+        has on every worker, all else counts at once."""
         merged = WorkerReport()
         for finished, failed, invalid, failed_blocks, ended_saves, stored, vram in reports:
             self._loads_failed.update(failed)
@@ -332,7 +332,7 @@ def _last(hashes: Sequence[bytes]) -> list[Any]:
 
 
 def _digest(tables: BlockTables) -> int:
-    """Of integers, Python's own is the same in every process."""
+    """Return a hash of block tables: of integers, Python's own is the same in every process."""
     return hash(tuple(tuple(table) for table in tables))
 
 

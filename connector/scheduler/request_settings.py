@@ -49,7 +49,7 @@ class Action(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """At most so many tokens; None: no limit of the request's own."""
+    """Holds what a request says about its own loads and saves. None: no limit of its own."""
 
     max_load_tokens: int | None = None
     """Of its prompt, from the store."""
@@ -73,7 +73,7 @@ class RequestSettings:
         params: Mapping[str, Any] | None,
         hints: Sequence[Action] = (),
     ) -> Self:
-        """From `skip_load`, `skip_save`, `max_load_tokens`, `max_save_tokens`, `retain_s`,
+        """Read `skip_load`, `skip_save`, `max_load_tokens`, `max_save_tokens`, `retain_s`,
         `tenant`, `do_remote_decode`, `do_remote_prefill` and `HANDED_TOKENS`; others are not
         ours. Of `hints`, the last action "retain" or "release" counts,
         before `retain_s`, and the last "prefetch".

@@ -56,12 +56,13 @@ class KVOutputAggregator:
 
     @classmethod
     def from_connector(cls, connector: KVConnectorWorker, world_size: int) -> KVOutputAggregator:
-        """For `world_size` workers, unless the connector says how many of them report."""
+        """Make one for `world_size` workers, unless the connector says how many of them report."""
         return cls(connector.get_finished_count() or world_size)
 
     @property
     def expected_finished_count(self) -> int:
-        """For requests that no worker has reported yet; a count begun keeps its own."""
+        """How many workers must report a request that none has reported yet; a count that has begun
+        keeps its own."""
         return self._expected
 
     @overload

@@ -72,7 +72,7 @@ def the_same(name: str, calls: Calls) -> object:
 
 
 def the_same_of_all(name: str, calls: Calls) -> object:
-    """As `the_same`, but None as soon as one child says nothing."""
+    """Do as `the_same`, but return None as soon as one child says nothing."""
     answers = [call() for call in calls]
     return None if None in answers else _only(name, answers)
 

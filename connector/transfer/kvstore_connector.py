@@ -204,7 +204,7 @@ class KVStoreWorker(KVConnectorWorker):
         self._core.start_saves(self._bound().saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> TransferResults:
-        """In a step without a forward it waits `IDLE_WAIT_S` for a transfer to end."""
+        """Return what has ended; in a step without a forward, wait `IDLE_WAIT_S` for it."""
         self._core.cancel_loads(finished_req_ids)
         idle = self._plan is not None and self._plan.idle
         self._report = self._core.poll(IDLE_WAIT_S if idle else 0.0)

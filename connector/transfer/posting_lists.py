@@ -144,7 +144,7 @@ class PostingLists:
         return {_both_keys(self._base, name)[side]: name for name, side in self._sides.items()}
 
     def write_again(self, lost: Iterable[str]) -> None:
-        """Those of these lists that there are still are not in the store. Raises as `add`."""
+        """Write those of these lists again that the store has lost. Raises as `add`."""
         self._due.update(self._lists.keys() & lost)
         self._write(deadline=0.0)
 
@@ -183,7 +183,7 @@ def look_up(
 
 
 def _newest(*versions: object) -> list[Posting]:
-    """Of a list's two versions, the newer one's postings."""
+    """Return the postings of the newer one of a list's two versions."""
     there = [bytes(version) for version in versions if isinstance(version, bytes)]
     newest = max(there, key=_VERSION.unpack_from, default=bytes(_VERSION.size))
     return [Posting(*fields) for fields in _POSTING.iter_unpack(newest[_VERSION.size :])]

@@ -86,7 +86,7 @@ class AsyncClient:
         """Whether it has a thread, which lives until `close`."""
 
     def _opened(self) -> Client:
-        """In a thread: opening may start a Redis and look up names."""
+        """Open the client; called in a thread: it may start a Redis and look up names."""
         with self._lock:
             if self._client is None:
                 if self._closed:
@@ -255,7 +255,7 @@ class AsyncClient:
 
 
 async def _ended(future: Future[R]) -> None:
-    """When the thread is done with it, however often this is cancelled."""
+    """Return when the thread is done with `future`, however often this is cancelled."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 

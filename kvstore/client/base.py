@@ -182,7 +182,8 @@ class HostView(BlockView, Protocol):
 
 
 class BlockStore(Protocol):
-    """Safe to call from several threads. Every call ends within its deadline."""
+    """Finds, reads and saves blocks, wherever they are. Safe to call from several threads. Every
+    call ends within its deadline."""
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
         """Return the longest leading run of `keys` that can be read from here, as far as it was

@@ -21,7 +21,7 @@ class Lasting(Protocol):
 
 
 class _Room(bytearray):
-    """As a bytearray, but it can be told when nobody has it, nor any view of it, any more."""
+    """Is a bytearray of which can be told when nobody has it, nor any view of it, any more."""
 
 
 class Copies:

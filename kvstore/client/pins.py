@@ -27,9 +27,11 @@ Memory = ctypes.Array[ctypes.c_ubyte]
 
 
 class Pins:
-    """Thread-safe. `unpin` takes off its argument the pins that it has let go, which have ended. It
-    is called by who closes one or by a thread of its own: never by the garbage collector, which
-    may run inside a lock."""
+    """Keeps each pin of a client until nobody holds its memory any more. Thread-safe.
+
+    `unpin` takes off its argument the pins that it has let go, which have ended. It is called by
+    who closes one or by a thread of its own: never by the garbage collector, which may run inside
+    a lock."""
 
     def __init__(self, unpin: Callable[[deque[Pin]], None], machine: Machine = REAL) -> None:
         self._unpin = unpin

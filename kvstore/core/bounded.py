@@ -53,8 +53,8 @@ class Bounded:
         slot.dies_at = 0
 
     def over(self, now: float, at_most_bytes: int) -> list[Slot]:
-        """Those whose time is over, so many bytes of them and one at least; they are to be removed
-        at once."""
+        """The blocks whose time is over, so many bytes of them and one at least; they are to be
+        removed at once."""
         ended: dict[int, Slot] = {}
         while self._ends and self._ends[0][0] <= now and at_most_bytes > 0:
             dies_at, slot_id = heappop(self._ends)

@@ -21,7 +21,7 @@ from kvstore.types import PutResult, Retained, rejected
 
 
 class DemotingCore(NodeCore):
-    """Sealed blocks stay until they are retired or dropped."""
+    """Is a core whose sealed blocks stay until they are retired or dropped."""
 
     def __init__(self, **options: Any) -> None:
         """See `NodeCore`."""

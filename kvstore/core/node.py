@@ -265,7 +265,7 @@ class NodeCore(Reservations):
         effects.replies.append(Reply(event.session, event.request, None, False))
 
     def _retain_keys(self, event: Retain, effects: Effects, now: float) -> None:
-        """In the order of the keys: of a prefix its head is retained first."""
+        """Retain blocks in the order of the keys: of a prefix its head is retained first."""
         until_s = math.ceil(now + event.ttl_s)
         tenant = min(event.tenant, NO_TENANT - 1)
         answers = [

@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class DeviceChecksums:
-    """Thread-safe; one computation at a time."""
+    """Computes checksums of a device's memory. Thread-safe; one computation at a time."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device

@@ -25,7 +25,7 @@ again."""
 
 
 class Checked(Protocol):
-    """A segment."""
+    """Is what `Checks` needs of a segment."""
 
     def checksum_steps(self, offset: int, length: int, step_bytes: int) -> Iterator[int | None]: ...
 

@@ -13,7 +13,8 @@ KINDS_MAX = 64
 
 
 class Seldom:
-    """Thread-safe. A kind of warning is its text before the arguments are put in."""
+    """Logs each kind of warning seldom, with how many there were. Thread-safe. A kind is a text
+    before the arguments are put in."""
 
     def __init__(self, log: logging.Logger, every_s: float = WARNED_EVERY_S) -> None:
         self._log = log

@@ -59,7 +59,7 @@ def topic_of(source: Source) -> bytes:
 
 
 def source_of(topic: bytes) -> Source:
-    """Who speaks. Raises `PeerError` for what is no topic of a node."""
+    """The node that speaks under `topic`. Raises `PeerError` for what is no topic of a node."""
     try:
         if len(topic) > _TOPIC_BYTES_MAX:
             raise ValueError

@@ -55,7 +55,8 @@ def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
 
 
 def _key(secret: bytes, sender: bytes, transcript: bytes) -> bytes:
-    """Of what `sender` sends on this connection: both nonces, the node and the MAC are in it."""
+    """The key of what `sender` sends on this connection: both nonces, the node and the MAC are in
+    it."""
     return hmac.digest(secret, b"kvstore stream 3 seals of the " + sender + transcript, "sha256")
 
 

@@ -56,7 +56,7 @@ class OwnedCuda(OwnedHeads):
             undo.pop_all()
 
     def checksum(self, offset: int, length: int) -> int:
-        """Of a block in place. One that cannot be read any more has 0, which is none's."""
+        """Return the checksum of a block in place; 0, which is none's, where it cannot be read."""
         try:
             return self._checksums.of([[(self.address + offset, length)]])[0]
         except DeviceError as e:
@@ -64,7 +64,7 @@ class OwnedCuda(OwnedHeads):
             return 0
 
     def checksum_steps(self, offset: int, length: int, step_bytes: int) -> Iterator[int | None]:
-        """In one step: a device has read a block before a host has asked twice."""
+        """The checksum, in one step: a device has read a block before a host has asked twice."""
         yield self.checksum(offset, length)
 
     def close(self, *, keep: bool = False) -> None:

@@ -238,7 +238,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._flat_pages.run_length(names)
 
     def _kv_keys(self, names: list[bytes]) -> list[Key]:
-        """Of KV pages as the interface that SGLang was told to use writes them."""
+        """Return the keys of KV pages as the interface that SGLang was told to use writes them."""
         return self._of(KV).keys(names) if self._zero_copy else self._flat_pages.keys(names)
 
     def _whole_kv(self, pieces_there: list[bool]) -> list[bool]:

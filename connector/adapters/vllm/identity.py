@@ -70,7 +70,8 @@ def _files_of(model: ModelConfig, load: LoadConfig) -> tuple[Path | None, str]:
 
 
 def _forward(model: ModelConfig) -> str:
-    """Of the model's configuration with all overrides applied, and what else shapes K and V."""
+    """Return a digest of the model's configuration with all overrides applied, and of what else
+    shapes K and V."""
     fields: dict[str, object] = {
         "config": forward_digest(model.hf_config.to_dict()),
         # Changed by vLLM itself, or by overrides of the text model alone.
@@ -100,7 +101,7 @@ def length_shapes_forward(model: ModelConfig) -> bool:
 
 
 def _rope_types(rope: object) -> list[object]:
-    """Of one encoding, or of one for each kind of layer."""
+    """Return the kinds of a position encoding, or of one for each kind of layer."""
     if not isinstance(rope, dict):
         return []
     kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]

@@ -35,7 +35,7 @@ def register_vllm() -> None:
 
 @contextmanager
 def of_vllm() -> Iterator[None]:
-    """For imports out of vLLM: what is missing there is an ImportError that says which vLLM this
+    """Wrap imports out of vLLM: what is missing there is an ImportError that says which vLLM this
     adapter is made for and which it found."""
     try:
         yield

@@ -111,11 +111,11 @@ class DeviceLane(Protocol):
         ...
 
     def store(self, copies: Sequence[StagedCopy]) -> None:
-        """From staging, in `copies`: in any order, so none may touch what another one writes."""
+        """Copy from staging, in any order: none of `copies` may touch what another one writes."""
         ...
 
     def fetch(self, copies: Sequence[StagedCopy]) -> None:
-        """To staging, like `store`."""
+        """Copy to staging, as `store` copies from it."""
         ...
 
 
@@ -293,7 +293,7 @@ class _Turns:
             self._row += rows
 
     def _wait(self) -> None:
-        """For both, also when one of them raises."""
+        """Wait for copies and kernels, for the one also when the other raises."""
         try:
             self._lane.copies.wait()
         finally:

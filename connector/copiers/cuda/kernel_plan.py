@@ -351,7 +351,7 @@ def word_bytes(multiples: Sequence[int]) -> int:
 
 
 def staging_buffer_bytes(layouts: Sequence[PagedLayout]) -> int:
-    """Of one staging buffer for payloads of all `layouts`.
+    """Return the size of one staging buffer for payloads of all `layouts`.
 
     A buffer costs the same calls of the driver whatever is in it. Where whole payloads would leave
     more than an eighth of it empty, as one of 4.3 MiB does, it is as large as one more of them.

@@ -104,8 +104,8 @@ class _Table:
         locked: list[_Locked],
         use: Callable[[_Locked, range], None],
     ) -> None:
-        """Of (start, end, how far from there the same memory is locked), and of what is locked, or
-        will be. `use` is told of parts that a copy is about to take."""
+        """`ranges` are (start, end, how far from there the same memory is locked), `locked` is what
+        is locked, or will be. `use` is told of parts that a copy is about to take."""
         self.ranges = ranges
         self.locked = locked
         self.users = 0

@@ -72,7 +72,7 @@ class SavePlanner:
         return self._ledger.jobs()
 
     def next_full(self, state: RequestState | None) -> int:
-        """With fewer tokens than these no block of the request is full that was not before."""
+        """Return with how many tokens a block of the request is full that was not before."""
         first = max(state.saved_blocks, state.present_blocks) if state is not None else 0
         full_with = (first + 1) * self._layout.block_tokens + self._settings.volatile_tokens
         if state is not None and state.hands_over_tokens and not state.part_planned:

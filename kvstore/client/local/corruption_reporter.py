@@ -16,8 +16,9 @@ REPORT_AGAIN_S = 1.0
 
 
 class CorruptionReporter:
-    """One message, one way, over a connection of its own: the block may be of any node here,
-    and this is rare. The node looks for itself before it drops anything (rule 2)."""
+    """Tells a node of a damaged block: one message, one way, over a connection of its own, for the
+    block may be of any node here, and this is rare. The node looks for itself before it drops
+    anything (rule 2)."""
 
     def __init__(self, timeout_s: float, *, machine: Machine = REAL) -> None:
         self._timeout_s = timeout_s

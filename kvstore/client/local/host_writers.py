@@ -146,7 +146,7 @@ class HostWriters:
         self._search_at = {False: search_at, True: search_at if start else self._search_at[True]}
 
     def _start(self, start_node: Callable[[], None]) -> None:
-        """Where it failed lately, it is not tried again: each try may cost a process."""
+        """Start a node, unless that failed lately: each try may cost a process."""
         now = self._now()
         if self._not_started is None or now >= self._start_at:
             self._not_started = None

@@ -56,7 +56,8 @@ class Attached:
 
 
 class LocalNodes:
-    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
+    """Finds this host's nodes and maps their segments to be read. Thread-safe. Never raises for a
+    peer's fault: a node that cannot be reached is None."""
 
     def __init__(
         self,
@@ -291,7 +292,8 @@ class LocalNodes:
         self._lock = self.machine.lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
-        """From here on there are none: what another thread asks for meanwhile is not mapped."""
+        """Let go of all: from here on there are none, and what another thread asks for meanwhile is
+        not mapped."""
         with self._lock:
             self._use = False
             for attached in self._attached.values():

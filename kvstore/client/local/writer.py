@@ -61,7 +61,8 @@ class _OvertakenError(Exception):
 
 
 class Writer:
-    """Thread-safe. Finds the local node when it is first needed, and again when it is gone.
+    """Saves to one node of this host, which it finds when it is first needed, and again when it is
+    gone. Thread-safe.
 
     Implements `kvstore.client.base.Saver`.
     """

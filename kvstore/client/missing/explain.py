@@ -379,7 +379,7 @@ def _different(block: int, candidate: _Candidate, what: str) -> Missing:
 
 
 def _never_stored(block: int, answers: Sequence[_Answer]) -> Missing:
-    """As sure as the nodes' memories reach back."""
+    """Say that nobody has stored it, as surely as the nodes' memories reach back."""
     unsure = [a for a in answers if a.code != UNKNOWN_CODE or a.reaches_back_s is not None]
     names = ", ".join(answer.node for answer in answers)
     if unsure:

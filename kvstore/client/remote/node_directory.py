@@ -85,7 +85,8 @@ class KnownNode:
 
 
 class NodeDirectory:
-    """Thread-safe. Never raises for a peer's fault."""
+    """Keeps what the index says of nodes on other hosts. Thread-safe. Never raises for a peer's
+    fault."""
 
     def __init__(
         self,

@@ -55,7 +55,8 @@ def _is_there(stream: StreamTransport, announcement: Announcement, deadline: flo
 
 
 class Peers:
-    """Thread-safe. Never raises for a peer's fault: a node that cannot be reached is None."""
+    """Keeps the ways to nodes of other hosts. Thread-safe. Never raises for a peer's fault: a node
+    that cannot be reached is None."""
 
     def __init__(
         self,

@@ -156,7 +156,7 @@ class RemoteNodes(Peers):
         return found
 
     def _look(self, blocks: Sequence[tuple[Key, Location]], deadline: float) -> list[bool]:
-        """Of one node."""
+        """Return which of `blocks`, all of one node, are there."""
         at, now = blocks[0][1], time.monotonic()
         if self.vram is not None:
             here = self.vram.node(at.node_id, at.epoch, now)

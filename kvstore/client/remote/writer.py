@@ -43,7 +43,7 @@ NOBODY = (
 
 
 class RemoteWriter:
-    """Thread-safe. Implements `kvstore.client.base.Saver`."""
+    """Saves to nodes of other hosts. Thread-safe. Implements `kvstore.client.base.Saver`."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class RemoteWriter:
         return answers
 
     def _in_vram(self, key: Key, record: Record, now: float) -> bool:
-        """Of this host, from where blocks go down by being saved here."""
+        """Whether it is in VRAM of this host, from where blocks go down by being saved here."""
         vram, at = self._remote.vram, unpack_record(key, record)
         if vram is None or at is None:
             return False

@@ -109,7 +109,7 @@ class Residency:
         return holders
 
     def counts(self) -> dict[str, int]:
-        """Of all nodes together: gaps that were seen, and snapshots that were taken."""
+        """Return how many gaps were seen and snapshots taken, of all nodes together."""
         return {
             "gaps": sum(node.view.gaps for node in self._nodes),
             "snapshots": sum(node.view.snapshots for node in self._nodes),
@@ -193,7 +193,8 @@ class _Node:
             self._ask(start, poller)
 
     def _ask(self, start: int, poller: Poller) -> None:
-        """On a new connection: nothing of an earlier answer comes through it."""
+        """Ask for what came from `start` on, by a new connection: nothing of an earlier answer
+        comes through it."""
         if self.answers is not None:
             poller.unregister(self.answers)
             self.answers.close(0)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 class ValueNames:
-    """Thread-safe. A put costs an entry in a dictionary: nodes are told by the reaper and at the
-    end, one way. What cannot be said now is said the next time, and is lost without harm."""
+    """Tells nodes what users call their values. Thread-safe. A put costs an entry in a dictionary:
+    nodes are told by the reaper and at the end, one way. What cannot be said now is said the next
+    time, and is lost without harm."""
 
     def __init__(self, writer: HostWriter) -> None:
         self._writer = writer

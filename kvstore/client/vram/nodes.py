@@ -77,7 +77,8 @@ def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
 
 
 class VramNodes:
-    """Thread-safe. Believes what nodes say in this user's run directory, not the index.
+    """Finds this host's nodes in VRAM and opens their memory. Thread-safe. Believes what nodes say
+    in this user's run directory, not the index.
 
     Without a device nothing can be read here: for a process that looks blocks up for others
     which have one, `seen` says of a node's id and epoch whether they can.

@@ -153,7 +153,7 @@ class Allocator:
         return self._slots.get(slot_id)
 
     def slots(self) -> Collection[Slot]:
-        """Those of `slot`, in no order; one of them may be FREE."""
+        """All slots that `slot` may return, in no order; one of them may be FREE."""
         return self._slots.values()
 
     def may_go(self, slot: Slot) -> bool:
@@ -463,7 +463,7 @@ class Allocator:
 
 
 def move_cost(slot: Slot) -> int:
-    """In granules copied."""
+    """The cost of moving a block, in granules copied."""
     return slot.size + MOVE_COSTS
 
 

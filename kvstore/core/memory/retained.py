@@ -96,8 +96,8 @@ class Retentions:
         slot.kept_until = slot.tenant = 0
 
     def over(self, now: float) -> list[Slot]:
-        """Those whose time is over, `ENDED_AT_ONCE_MAX` of them at most; still retained, until they
-        are removed."""
+        """The slots whose time is over, `ENDED_AT_ONCE_MAX` of them at most; still retained, until
+        they are removed."""
         ended: dict[int, Slot] = {}
         while self._ends and self._ends[0][0] <= now and len(ended) < ENDED_AT_ONCE_MAX:
             until_s, slot_id = heappop(self._ends)

@@ -48,7 +48,7 @@ class Space:
         return self._sizes[-1] if self._sizes else 0
 
     def take(self, size: int, *, high: bool) -> int | None:
-        """Where `size` granules were taken: from the upper end of an extent or its lower one."""
+        """Take `size` granules from the upper end of an extent or its lower one; return where."""
         sizes = self._sizes
         whole_pages = aligned(size)
         for index in range(bisect_left(sizes, size), len(sizes)):

@@ -193,7 +193,8 @@ class RedisIndex:
         return identity_of(self._target)
 
     def incarnation(self) -> str:
-        """Of every shard: the server's run id, and a random value that a flush takes away.
+        """Name the life of the data, shard by shard: the server's run id, and a random value that a
+        flush takes away.
 
         Of a shard that is away what it was: when it comes back, it is that or has changed.
         """

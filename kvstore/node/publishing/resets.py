@@ -131,8 +131,9 @@ class ResetNews:
         self._write(self._written, None)
 
     def _write(self, text: str, announced_at: Moment | None) -> None:
-        """Where there is no room for it, nothing stays: a start that finds nothing asks the others,
-        and begins empty unless they know. What was written before would hide a reset from it."""
+        """Write what is known of resets. Where there is no room for it, nothing stays: a start that
+        finds nothing asks the others, and begins empty unless they know. What was written before
+        would hide a reset from it."""
         kept = {
             "key_prefix": self._key_prefix,
             "resets": text,

@@ -94,7 +94,8 @@ class Served(NamedTuple):
 
 
 class StreamService:
-    """Thread-safe: each connection's thread calls `answer` for itself.
+    """Answers clients on other hosts. Thread-safe: each connection's thread calls `answer` for
+    itself.
 
     Headers and payload are read as any reader does, checked before and after (rule 4);
     payload is written only into slots that the core gave to the session (rules 5, 6).

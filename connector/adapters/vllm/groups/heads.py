@@ -70,7 +70,7 @@ def _heads(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfi
 def _heads_of_layers(
     arch: ModelArchitectureConfig, layer_names: Iterable[str], parallel: ParallelConfig
 ) -> set[int]:
-    """By vLLM's own per-layer configuration."""
+    """Return what vLLM's own per-layer configuration says of these layers."""
     count = len(arch.per_layer_overrides)
     every = {int(arch[i].total_num_kv_heads) for i in range(count)}
     if parallel.pipeline_parallel_size != 1:
