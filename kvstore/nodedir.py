@@ -243,18 +243,12 @@ class NodeDir:
         except OSError:
             return {}
 
-    def keep_segment(self) -> None:
-        """Leave a sign of life: for `RESTART_WITHIN_S` from the last one, the segment of a dead
-        node waits for its next start. Raises `OSError`."""
-        fd = self.open_keep()
-        try:
-            os.pwrite(fd, host_clock.now().pack(), 0)
-        finally:
-            os.close(fd)
-
     def open_keep(self) -> int:
         """A descriptor of the file that signs of life are left in, made when it is not there: a
-        node keeps it, and can say that it lives when no other is to be had. Raises `OSError`."""
+        node keeps it, and can say that it lives when no other is to be had. Raises `OSError`.
+
+        For `RESTART_WITHIN_S` from the last sign, the segment of a dead node waits for its next
+        start."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(self.keep, flags, 0o600)
 

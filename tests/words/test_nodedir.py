@@ -4,7 +4,7 @@ import socket
 import threading
 
 import pytest
-from clocks import died_ago
+from clocks import died_ago, lives_now
 from stores import announcement
 
 from kvstore.errors import UsageError
@@ -88,7 +88,7 @@ def test_a_segment_that_waits_for_its_node_is_swept_when_its_time_is_over_or_it_
     tmp_path,
 ):
     for name in ("lately", "long-ago", "named"):
-        make(tmp_path, name).keep_segment()
+        lives_now(make(tmp_path, name))
     died_ago(RESTART_WITHIN_S + 1, keep=NodeDir(tmp_path, "long-ago").keep)
     assert sweep(tmp_path) == ["long-ago"]
     assert 0 < NodeDir(tmp_path, "lately").kept_for_s() <= RESTART_WITHIN_S
@@ -100,7 +100,7 @@ def test_a_segment_that_waits_for_its_node_is_swept_when_its_time_is_over_or_it_
 def test_a_directory_whose_segment_is_gone_waits_for_nothing(tmp_path):
     """As after a reboot, which empties shared memory."""
     directory = make(tmp_path, "n")
-    directory.keep_segment()
+    lives_now(directory)
     (tmp_path / "n.head").unlink()
     assert directory.kept_for_s() == 0
     assert sweep(tmp_path) == ["n"]

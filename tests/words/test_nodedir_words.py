@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clocks import died_ago
+from clocks import died_ago, lives_now
 from stores import announcement
 
 from kvstore import nodedir
@@ -132,7 +132,7 @@ def test_a_name_of_letters_digits_and_hyphens_is_one(tmp_path: Path, name: str) 
 def test_files_may_be_read_by_who_may_enter_and_written_by_the_node_alone(one: NodeDir) -> None:
     one.announce(WORD)
     one.say_room(5)
-    one.keep_segment()
+    lives_now(one)
     modes = {p.name: p.stat().st_mode & 0o777 for p in one.path.iterdir()}
     assert (modes["node.json"], modes["room"], modes["keep"]) == (0o644, 0o644, 0o600)
     assert not [name for name in modes if name.endswith(".new")]
@@ -160,7 +160,7 @@ def test_what_a_node_says_is_read_back(one: NodeDir) -> None:
 def test_a_segment_waits_for_so_long_from_the_last_sign_of_life(
     one: NodeDir, tmp_path: Path
 ) -> None:
-    one.keep_segment()
+    lives_now(one)
     left_s = one.kept_for_s()
     assert RESTART_WITHIN_S - 60 < left_s <= RESTART_WITHIN_S
     died_ago(RESTART_WITHIN_S + 1, keep=one.keep)
@@ -177,7 +177,7 @@ def test_a_word_that_names_no_files_keeps_and_removes_none(
 ) -> None:
     said = {**FIELDS, "head_path": paths[0], "data_path": paths[1]}
     one.announcement_path.write_text(json.dumps(said))
-    one.keep_segment()
+    lives_now(one)
     assert one.kept_for_s() == 0.0
     assert sweep(tmp_path) == ["n"]
     assert (tmp_path / "n.data").exists()
@@ -199,7 +199,7 @@ def test_a_segment_that_comes_to_wait_while_its_lock_is_taken_stays(
     real = nodedir.try_lock
 
     def late(path: Path, **options: Any) -> Any:
-        one.keep_segment()
+        lives_now(one)
         return real(path, **options)
 
     monkeypatch.setattr(nodedir, "try_lock", late)

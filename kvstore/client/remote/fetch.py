@@ -51,12 +51,6 @@ class FetchedBlock(NamedTuple):
         return self.location.length - self.meta_length
 
     @property
-    def written_bytes(self) -> int:
-        """Of the value, those at its head that need no copy. May end behind it, in its description:
-        only where that is asked for by nobody, since bytes go to plain bytes."""
-        return self.there.nbytes
-
-    @property
     def data(self) -> memoryview:
         """The rest of the value."""
         return self.aside[: max(self.size_bytes - self.there.nbytes, 0)]

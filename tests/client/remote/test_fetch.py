@@ -78,7 +78,6 @@ def test_a_fetched_block_is_value_and_description_whatever_part_lies_where(
     got = FetchedBlock(location, payload[:there], payload[there:], 1, meta_length)
     assert got.size_bytes == LENGTH - meta_length
     assert got.valid()
-    assert got.written_bytes == there
     value = payload[: got.size_bytes]
     assert got.data == value[there:]
     if there <= LENGTH - meta_length:

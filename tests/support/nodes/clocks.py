@@ -8,8 +8,18 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvstore.nodedir import NodeDir
 from kvstore.segment.header import LIFE_PLACE
 from kvstore.system import host_clock
+
+
+def lives_now(directory: NodeDir) -> None:
+    """Leave a sign of life in `directory`, as its node does."""
+    fd = directory.open_keep()
+    try:
+        os.pwrite(fd, host_clock.now().pack(), 0)
+    finally:
+        os.close(fd)
 
 
 def died_ago(s_ago: float, *, keep: Path | None = None, files: Iterable[Path] = ()) -> None:
