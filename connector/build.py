@@ -245,7 +245,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
 
 
 def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:
-    """Return the worker side of worker `rank` (pipeline-major)."""
+    """Return the worker side of worker `rank`, as `TpKVTopology.at` counts them."""
     _check_layerwise(config, shape)
     layout = shape.layout(config)
 

@@ -67,7 +67,8 @@ class KVGeometry:
     """Where layers have several shapes: all of them, `heads` and `channel_bytes` are the first's.
     Payloads hold one run after another. Only workers know them; no namespace does."""
     tokens_per_slot: Fraction = Fraction(1)
-    """Tokens that one entry of C bytes stands for: more where a model keeps one for several."""
+    """Tokens that one entry of C bytes stands for: more where a model keeps one for several, and
+    where this worker has that of one token in several (decode context parallelism)."""
     folded_heads: int = 1
     """KV heads that lie side by side in C, in the order of tokens: `heads` is 1 then, and to those
     who copy there is but one."""
@@ -143,7 +144,7 @@ class Split:
     heads: int
     """Heads of each shard."""
     namespaces: tuple[Namespace, ...]
-    """One per shard, pipeline-major."""
+    """One per shard, as `TpKVTopology.shard_of` counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,12 +301,14 @@ def splits_of(
     """Return the engine's own split, then those of writers with `tp_sizes` as far as heads allow.
 
     States have no heads that could be told apart, nor has a payload in the order of tokens a range
-    of heads in one piece: only engines of one size share them.
+    of heads in one piece: only engines of one size share them. Where workers share the tokens of a
+    block, each has one head, whatever the engine's size.
     """
     folded = geometry.folded_heads
     total = geometry.heads * topology.tp_shards
     shards = [topology.tp_shards]
-    for tp_size in () if geometry.recurrent or folded > 1 else tp_sizes:
+    alone = geometry.recurrent or folded > 1 or topology.dcp_size > 1
+    for tp_size in () if alone else tp_sizes:
         try:
             count = shards_of(tp_size, total)
         except UsageError:
@@ -328,7 +331,7 @@ def splits_of(
                 },
                 count,
                 total // count * folded,
-                topology.pp_size,
+                topology,
                 salt,
             ),
         )
@@ -337,8 +340,12 @@ def splits_of(
 
 
 def _namespaces(
-    common: dict[str, Field], tp_shards: int, heads: int, pp_size: int, salt: bytes
+    common: dict[str, Field], tp_shards: int, heads: int, topology: TpKVTopology, salt: bytes
 ) -> tuple[Namespace, ...]:
+    pp_size, dcp_size = topology.pp_size, topology.dcp_size
+    tokens: list[dict[str, Field]] = [{}]
+    if dcp_size > 1:
+        tokens = [{"dcp_rank": rank, "dcp_size": dcp_size} for rank in range(dcp_size)]
     return tuple(
         Namespace(
             {
@@ -348,9 +355,11 @@ def _namespaces(
                 "heads": heads,
                 "pp_rank": pp_rank,
                 "pp_size": pp_size,
+                **part,
             },
             salt=salt,
         )
         for pp_rank in range(pp_size)
         for tp_shard in range(tp_shards)
+        for part in tokens
     )

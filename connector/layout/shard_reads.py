@@ -31,7 +31,7 @@ class GroupReads:
     business."""
 
     def __init__(self, layout: GroupLayout, rank: int, block_tokens: int) -> None:
-        """`rank` counts this engine's workers pipeline-major."""
+        """`rank` counts this engine's workers as `TpKVTopology.at` does."""
         geometry, topology = layout.geometry, layout.topology.at(rank)
         self.geometry: KVGeometry = geometry
         self.opaque = layout.opaque
@@ -52,7 +52,7 @@ class GroupReads:
             self._by_split.append(
                 tuple(
                     ShardRead(
-                        topology.pp_rank * split.tp_shards + read.shard,
+                        topology.shard_of(split.tp_shards, read.shard),
                         size,
                         HeadPart(split.heads, read.source, read.target, read.heads),
                     )

@@ -2,7 +2,9 @@
 
 Pure arithmetic. Heads go to tensor-parallel workers in order. With more workers than heads,
 neighbours hold replicas of one head: all of them load, the first of them saves. Latent attention
-(MLA) is one head that all hold.
+(MLA) is one head that all hold. Workers that hold the same heads may share the tokens of a block
+instead (decode context parallelism): then each has a part of them, and only those of the same part
+are replicas.
 """
 
 from __future__ import annotations
@@ -98,10 +100,17 @@ class TpKVTopology:
     is_mamba: bool = False
     pp_rank: int = 0
     pp_size: int = 1
+    pcp_rank: int = 0
+    pcp_size: int = 1
+    """Prefill context parallelism: so many times as many workers, each with all that one has."""
+    dcp_size: int = 1
+    """Decode context parallelism: into so many parts workers with the same heads share the tokens
+    of each block."""
 
     def __post_init__(self) -> None:
         for name, rank, size in (
             ("tp_rank", self.tp_rank, self.tp_size),
+            ("pcp_rank", self.pcp_rank, self.pcp_size),
             ("pp_rank", self.pp_rank, self.pp_size),
         ):
             if not 0 <= rank < size:
@@ -109,22 +118,35 @@ class TpKVTopology:
         if self.remote_block_size and self.block_size < 1:
             raise UsageError("block_size", self.block_size, "must be at least 1")
         shards_of(self.tp_size, self.heads)
+        if self.dcp_size < 1 or self._same_heads % self.dcp_size:
+            raise UsageError(
+                "dcp_size", self.dcp_size, f"must divide the {self._same_heads} workers of a head"
+            )
 
     @classmethod
     def of(
-        cls, tp_size: int = 1, pp_size: int = 1, total_num_kv_heads: int | None = None
+        cls,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        total_num_kv_heads: int | None = None,
+        *,
+        pcp_size: int = 1,
+        dcp_size: int = 1,
     ) -> TpKVTopology:
         """Makes the topology of the first worker of an engine that knows no other.
 
         `total_num_kv_heads` None: every tensor-parallel worker has heads of its own.
         """
         heads = tp_size if total_num_kv_heads is None else total_num_kv_heads
-        return cls(0, {"": tp_size}, False, heads, None, "", {}, pp_size=pp_size)
+        one = cls(0, {"": tp_size}, False, heads, None, "", {})
+        return replace(one, pp_size=pp_size, pcp_size=pcp_size, dcp_size=dcp_size)
 
     def at(self, rank: int) -> TpKVTopology:
-        """Makes the same for another worker; workers are counted pipeline-major."""
-        pp_rank, tp_rank = divmod(rank, self.tp_size)
-        return replace(self, tp_rank=tp_rank, pp_rank=pp_rank)
+        """Makes the same for another worker; workers are counted by stage, then by prefill context
+        rank, then by tensor-parallel rank."""
+        pp_rank, within = divmod(rank, self.pcp_size * self.tp_size)
+        pcp_rank, tp_rank = divmod(within, self.tp_size)
+        return replace(self, tp_rank=tp_rank, pcp_rank=pcp_rank, pp_rank=pp_rank)
 
     @property
     def heads(self) -> int:
@@ -133,7 +155,7 @@ class TpKVTopology:
 
     @property
     def workers(self) -> int:
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.pcp_size * self.pp_size
 
     @property
     def tp_shards(self) -> int:
@@ -146,14 +168,35 @@ class TpKVTopology:
         return self.tp_rank // (self.tp_size // self.tp_shards)
 
     @property
+    def _same_heads(self) -> int:
+        """How many workers of one stage hold the heads that this one holds."""
+        return self.tp_size // self.tp_shards * self.pcp_size
+
+    @property
+    def _among_same(self) -> int:
+        """This worker's place among those: prefill context ranks of a tensor-parallel rank come one
+        after another, as decode context parallelism counts them."""
+        return self.tp_rank % (self.tp_size // self.tp_shards) * self.pcp_size + self.pcp_rank
+
+    @property
+    def dcp_rank(self) -> int:
+        """Which part of a block's tokens this worker holds."""
+        return self._among_same % self.dcp_size
+
+    @property
     def shard(self) -> int:
-        """The number of its part among those of all stages, pipeline-major."""
-        return self.pp_rank * self.tp_shards + self.tp_shard
+        """The number of its part among those of all stages, as `shard_of` counts them."""
+        return self.shard_of(self.tp_shards, self.tp_shard)
+
+    def shard_of(self, tp_shards: int, tp_shard: int) -> int:
+        """Return the number of the shard with this worker's layers and tokens, where heads are in
+        `tp_shards` parts: by stage, then by heads, then by tokens."""
+        return (self.pp_rank * tp_shards + tp_shard) * self.dcp_size + self.dcp_rank
 
     @property
     def saves(self) -> bool:
         """Whether this worker is the replica that saves its shard: the first."""
-        return self.tp_rank % (self.tp_size // self.tp_shards) == 0
+        return self._among_same < self.dcp_size
 
     @property
     def tp_size(self) -> int:

@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
     resolve_block_hashes,
+    resolve_dcp_kv_block_size,
     to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import (
@@ -41,6 +42,7 @@ class VllmEvents:
         self._numbers = tuple(numbers)
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
+        self._dcp_size = int(vllm_config.parallel_config.decode_context_parallel_size)
 
     def of(self, events: Iterable[BlockEvent]) -> Iterator[BlockStored | BlockRemoved]:
         for event in events:
@@ -56,7 +58,7 @@ class VllmEvents:
         request = hashed.vllm_request
         number = self._numbers[event.group]
         spec = self._groups[number].kv_cache_spec
-        size = spec.block_size
+        size = resolve_dcp_kv_block_size(spec, self._dcp_size)
         hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, size)
         first_token, end_token = hashed.tokens_of(event.block)
         first, end = first_token // size, end_token // size

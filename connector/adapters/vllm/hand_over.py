@@ -18,6 +18,7 @@ from connector.scheduler.request_settings import HANDED_TOKENS
 if TYPE_CHECKING:
     from types import FrameType
 
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.request import Request
 
     from connector.scheduler.lockstep import LockstepScheduler
@@ -52,14 +53,20 @@ def hand_over(
 def within_multi_connector() -> bool:
     """Return whether a MultiConnector is being made right now, whose child the caller is.
 
-    vLLM tells a child nothing of its parent, and ends the engine when two children answer one
-    request: the answer is another one's then, if anybody's.
+    vLLM ends the engine when two children answer one request: the answer is another one's then, if
+    anybody's.
     """
+    return multi_connector() is not None
+
+
+def multi_connector() -> KVConnectorBase_V1 | None:
+    """Return the MultiConnector that is being made right now, whose child the caller is; None
+    without one. vLLM tells a child nothing of its parent."""
     frame = sys._getframe(1)
     caller: FrameType | None = frame
     while caller is not None:
         made = caller.f_locals.get("self") if caller.f_code.co_name == "__init__" else None
         if any(kind.__name__ == MULTI_CONNECTOR for kind in type(made).__mro__):
-            return True
+            return made
         caller = caller.f_back
-    return False
+    return None

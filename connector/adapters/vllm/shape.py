@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVQuantMode,
@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from connector.adapters.vllm.groups.context import token_parts, topology_of
 from connector.adapters.vllm.groups.heads import tp_shards
 from connector.adapters.vllm.groups.kinds import check_model, sorted_groups
 from connector.adapters.vllm.groups.runs import layer_runs
@@ -29,11 +30,10 @@ from connector.adapters.vllm.groups.states import (
     state_topology,
 )
 from connector.adapters.vllm.identity import model_fields
-from connector.adapters.vllm.launcher import in_lock_step
+from connector.adapters.vllm.launcher import in_lock_step, workers_of
 from connector.build import EngineShape, GroupShape
 from connector.layout.geometry import KVGeometry
 from connector.layout.identity import digest_of
-from connector.layout.topology import TpKVTopology
 from kvstore import UsageError
 
 if TYPE_CHECKING:
@@ -52,14 +52,6 @@ def engine_shape(
     """Return what this engine caches. Raises `UsageError` for what cannot be stored: it is better
     not to start than to guess."""
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            raise UsageError(
-                name,
-                getattr(parallel, name),
-                "must be 1: sequence shards of a block are not stored",
-            )
-    workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if in_lock_step(vllm_config) and parallel.pipeline_parallel_size > 1:
         raise UsageError(
             "distributed_executor_backend",
@@ -71,13 +63,15 @@ def engine_shape(
         _check_layerwise(vllm_config)
     check_model(vllm_config.model_config)
     found = sorted_groups(kv_cache_config)
-    groups = tuple(_group(number, group, vllm_config) for number, group in found.stored)
+    groups = tuple(
+        _group(number, group, vllm_config, kv_cache_config) for number, group in found.stored
+    )
     transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and speculative.use_eagle()
     return EngineShape(
         groups=groups,
-        workers=workers,
+        workers=workers_of(parallel),
         model=model_fields(vllm_config, config),
         null_block_id=VLLM_NULL_BLOCK_ID,
         # A draft model's layers see tokens behind their own: these are final a step late.
@@ -89,7 +83,7 @@ def engine_shape(
         # too, and may never admit another one.
         loads_again=config.layerwise,
         engine_groups=len(kv_cache_config.kv_cache_groups),
-        boundary_tokens=_boundary_tokens(kv_cache_config) if found.left_out else 1,
+        boundary_tokens=_boundary_tokens(vllm_config, kv_cache_config) if found.left_out else 1,
         left_out=found.left_out,
         prompts_only=any(
             isinstance(spec, RSWASpec)
@@ -99,9 +93,11 @@ def engine_shape(
     )
 
 
-def _boundary_tokens(kv_cache_config: KVCacheConfig) -> int:
+def _boundary_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return where hits of vLLM's own cache end, for the sake of groups that are left out."""
-    return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
+    dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+    groups = kv_cache_config.kv_cache_groups
+    return math.lcm(*(resolve_dcp_kv_block_size(one.kv_cache_spec, dcp_size) for one in groups))
 
 
 def _check_layerwise(vllm_config: VllmConfig) -> None:
@@ -156,7 +152,9 @@ def vllm_hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def _group(number: int, group: KVCacheGroupSpec, vllm_config: VllmConfig) -> GroupShape:
+def _group(
+    number: int, group: KVCacheGroupSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> GroupShape:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     pp_size = parallel.pipeline_parallel_size
     layers = {"kv_layers": _layers_digest(group, vllm_config)}
@@ -164,7 +162,7 @@ def _group(number: int, group: KVCacheGroupSpec, vllm_config: VllmConfig) -> Gro
     if states is not None:
         return GroupShape(
             geometry=state_geometry(states, group, pp_size),
-            topology=state_topology(states, parallel.tensor_parallel_size, pp_size),
+            topology=state_topology(states, parallel),
             number=number,
             fields={**state_fields(states), **layers},
         )
@@ -173,22 +171,26 @@ def _group(number: int, group: KVCacheGroupSpec, vllm_config: VllmConfig) -> Gro
         # The scheduler is given the first layer's: namespaces are made from that one.
         spec = spec.first_spec
     per_state = Fraction(spec.tokens_per_state)
+    parts = token_parts(spec, vllm_config, kv_cache_config)
     runs = layer_runs(group, vllm_config, lambda one: _within_block(vllm_config, one))
     # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
     plain = spec.num_heads == spec.num_kv_heads
     tp_size = int(parallel.tensor_parallel_size)
     shards = tp_shards(spec, group.layer_names, vllm_config)
     heads = shards if shards < tp_size else tp_size * int(spec.num_heads)
-    topology = TpKVTopology.of(tp_size, pp_size, heads)
+    topology, context_fields = topology_of(parallel, heads, parts)
     within_block = _within_block(vllm_config, spec)
     return GroupShape(
         geometry=KVGeometry(
             layers=len(group.layer_names),
             heads=spec.num_heads,
             channel_bytes=spec.state_content_size_bytes,
-            engine_block_tokens=spec.block_size,
-            runs=runs,
-            tokens_per_slot=per_state,
+            engine_block_tokens=spec.block_size * parts.size,
+            runs=tuple(
+                run._replace(tokens_per_slot=parts.tokens_per_slot(run.tokens_per_slot))
+                for run in runs
+            ),
+            tokens_per_slot=parts.tokens_per_slot(per_state),
         ),
         topology=topology,
         # The scheduler knows the layers of one pipeline stage only; both sides must agree.
@@ -212,6 +214,7 @@ def _group(number: int, group: KVCacheGroupSpec, vllm_config: VllmConfig) -> Gro
             "within_block": within_block,
             "packing": "" if plain else f"{spec.num_heads} slots, {topology.tp_shards} shards",
             **({} if per_state == 1 else {"tokens_per_state": str(per_state)}),
+            **context_fields,
             **layers,
         },
     )

@@ -241,8 +241,18 @@ def chunk_fields(spec: OffloadingSpec, chunk_bytes: int, weights_id: str) -> dic
     """Return what the bytes of a chunk depend on, beside the tokens and the hash they begin with.
 
     vLLM's own identity of a chunk on disk, and what that leaves out: how a device and a
-    release of vLLM lay out a page is promised nowhere.
+    release of vLLM lay out a page is promised nowhere. Raises `UsageError` where neither vLLM's
+    identity nor anything else that a tier is told names all of it.
     """
+    dcp_size = spec.config.parallel.dcp_size
+    if dcp_size > 1:
+        raise UsageError(
+            "decode_context_parallel_size",
+            dcp_size,
+            "must be 1 with a KVStoreTier: vLLM does not tell its tiers the "
+            "cp_kv_cache_interleave_size, which decides whose tokens a chunk has. "
+            "KVStoreConnector stores such KV",
+        )
     mapper = FileMapper.from_offloading_spec(
         root_dir="",
         offloading_spec=spec,

@@ -16,6 +16,7 @@ from connector.messages import StateBlock
 from kvstore import UsageError
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
     from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
@@ -57,10 +58,19 @@ def state_geometry(spec: MambaSpec, group: KVCacheGroupSpec, pp_size: int) -> KV
     )
 
 
-def state_topology(spec: MambaSpec, tp_size: int, pp_size: int) -> TpKVTopology:
+def state_topology(spec: MambaSpec, parallel: ParallelConfig) -> TpKVTopology:
     """Return the topology of states: every worker has a part of its own, unless all hold the
-    same."""
-    return TpKVTopology.of(tp_size, pp_size, 1 if spec.tp_replicated else tp_size)
+    same. Raises `UsageError` where workers compute a prompt's tokens apart."""
+    pcp_size = parallel.prefill_context_parallel_size
+    if pcp_size > 1:
+        raise UsageError(
+            "prefill_context_parallel_size",
+            pcp_size,
+            "must be 1 with state-space layers: it has not been seen which worker has which state",
+        )
+    tp_size = parallel.tensor_parallel_size
+    heads = 1 if spec.tp_replicated else tp_size
+    return TpKVTopology.of(tp_size, parallel.pipeline_parallel_size, heads)
 
 
 def state_fields(spec: MambaSpec) -> dict[str, Field]:

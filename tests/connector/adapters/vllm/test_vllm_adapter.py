@@ -18,7 +18,6 @@ from vllm_model_engine import ModelEngine, expected_output
 
 from connector.adapters import register_vllm
 from connector.messages import LoadJob, StepPlan, WorkerReport
-from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
@@ -317,17 +316,6 @@ class TestShape:
             "tokens_per_slot": 1,
             "folded_heads": 1,
         }
-
-    @pytest.mark.covers("decode context parallel", "refused")
-    @pytest.mark.covers("prefill context parallel", "refused")
-    @pytest.mark.parametrize(
-        "name", ["decode_context_parallel_size", "prefill_context_parallel_size"]
-    )
-    def test_trap_context_parallel_blocks_are_refused(self, model: Path, name: str) -> None:
-        config = vllm_config(model, blocks=8)
-        setattr(config.parallel_config, name, 2)
-        with pytest.raises(UsageError, match=name):
-            shape(config, kv_cache_config(8))
 
     def test_roles(self, model: Path) -> None:
         for role, loads, saves in (

@@ -293,3 +293,18 @@ def test_settings_are_checked_when_the_tier_is_made(node: NodeProcess) -> None:
         Engine(node, {"weights_id": None})
     with pytest.raises(UsageError, match="lookup_timeout_s"):
         Engine(node, {"lookup_timeout": 3})
+
+
+def test_trap_chunks_whose_name_leaves_out_whose_tokens_they_have_are_refused(
+    node: NodeProcess,
+) -> None:
+    """Of vLLM's own identity of a chunk, by which its file system tier names files, too."""
+    from vllm.v1.kv_offload.config import OffloadingParallelConfig
+
+    for dcp_size, right in ((1, True), (2, False)):
+        parallel = OffloadingParallelConfig(0, 2, 2, 1, 1, dcp_size, 0, 1, None, False)
+        if right:
+            Engine(node, {}, parallel=parallel).close()
+        else:
+            with pytest.raises(UsageError, match="decode_context_parallel_size"):
+                Engine(node, {}, parallel=parallel)
