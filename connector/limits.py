@@ -233,11 +233,14 @@ ROUTER_IN_FLIGHT_MAX: Count = 4096
 ROUTER_BODY_BYTES_MAX: Count = 16 << 20
 """One request's body."""
 ROUTER_LISTS_MAX: Count = 1 << 18
-"""Lists and objects in it, counted by their brackets, those in texts too."""
+"""Lists and objects in it, counted by their brackets before it is parsed."""
 ROUTER_VALUES_MAX: Count = 1 << 20
-"""Values in it, counted by their commas, those in texts too: the tokens of the longest prompts."""
+"""Values in it, counted by their commas: the tokens of the longest prompts."""
 ROUTER_BODY_TIMEOUT_S: Seconds = 30.0
 """How long a body may take to come, of a request's time."""
+ROUTER_STOP_S: Seconds = 10.0
+"""How long a router that is told to end goes on with requests that it has; then it cuts them off.
+Containers are killed after so long."""
 ROUTER_ANSWER_BYTES_MAX: Count = 64 << 20
 """One answer of an engine that is not streamed."""
 ROUTER_BLOCKS_ASKED_MAX: Count = 1 << 14

@@ -9,6 +9,7 @@ import sys
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from connector.limits import ROUTER_STOP_S
 from connector.router.discovery import SCHEME, Name
 from connector.router.prefix import Prefixes
 from connector.router.routing import Engine, EngineFleet, Role
@@ -73,6 +74,12 @@ def main() -> int:
         print(f"kvstore-router: {e}", file=sys.stderr)
         return 1
     app = Router(fleet, Prefixes(locator, residency), settings, names).app()
-    # A client that hangs up ends its request in the engine too.
-    web.run_app(app, host=options.host, port=options.port, print=None, handler_cancellation=True)
+    web.run_app(
+        app,
+        host=options.host,
+        port=options.port,
+        print=None,
+        handler_cancellation=True,  # a client that hangs up ends its request in the engine too
+        shutdown_timeout=ROUTER_STOP_S / 2,  # which aiohttp waits twice
+    )
     return 0

@@ -26,11 +26,8 @@ from aiohttp import web
 
 from connector.limits import (
     ROUTER_BODY_BYTES_MAX,
-    ROUTER_BODY_TIMEOUT_S,
     ROUTER_IN_FLIGHT_MAX,
-    ROUTER_LISTS_MAX,
     ROUTER_TOKENIZE_TIMEOUT_S,
-    ROUTER_VALUES_MAX,
 )
 from connector.router.blocks import BlocksAsked, UnknownModelError, where_blocks
 from connector.router.bodies import (
@@ -44,6 +41,7 @@ from connector.router.bodies import (
     token_list,
 )
 from connector.router.discovery import Name, keep_resolving, resolve
+from connector.router.incoming import Incoming, RefusedError
 from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
 from connector.router.routing import Engine, EngineFleet, Role, needs_prefill
@@ -116,6 +114,7 @@ class Router:
         self._prefixes = prefixes
         self._settings = settings
         self._in_flight = 0
+        self._incoming = Incoming()
         self._upstream: Upstream | None = None
 
     def app(self) -> web.Application:
@@ -132,6 +131,7 @@ class Router:
             ]
         )
         app.cleanup_ctx.append(self._life)
+        app.on_shutdown.append(self._incoming.hang_up)
         return app
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
@@ -187,22 +187,9 @@ class Router:
         try:
             job = self._job(request)
             try:
-                async with asyncio.timeout(min(job.left_s(), ROUTER_BODY_TIMEOUT_S)):
-                    raw = await request.read()
-                if raw.count(b"[") + raw.count(b"{") > ROUTER_LISTS_MAX:
-                    return _error(413, f"more than {ROUTER_LISTS_MAX} lists and objects")
-                if raw.count(b",") > ROUTER_VALUES_MAX:
-                    return _error(413, f"more than {ROUTER_VALUES_MAX} values")
-                body = json.loads(raw)
-            except web.HTTPRequestEntityTooLarge:
-                return _error(413, f"the body has more than {ROUTER_BODY_BYTES_MAX} bytes")
-            except TimeoutError:
-                return _error(408, "the body has not come in time")
-            except (ValueError, RecursionError):
-                return _error(400, "the body is not JSON")
-            if not isinstance(body, dict):
-                return _error(400, "the body is not a JSON object")
-            job.body = body
+                job.body = await self._incoming.body(request, job.left_s())
+            except RefusedError as e:
+                return _error(e.status, str(e))
             return await answer(request, job)
         except ClientGoneError:
             return web.Response(status=499)  # to nobody

@@ -87,6 +87,48 @@ def test_who_speaks_no_http_fills_no_log(tmp_path: Path, run_dir: Path) -> None:
     assert b"Error handling request" not in log
 
 
+STOP_S = 15.0
+"""Below the 30 s that a body may take to come, and above the second that is given here."""
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        b"",
+        b"POST /blocks HTTP/1.1\r\nHost: x\r\nContent-Le",
+        b"POST /blocks HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{",
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{"prompt": []}',
+    ],
+    ids=["nothing", "half a head", "half a body", "half a chunked body", "an engine that hangs"],
+)
+def test_it_ends_soon_whatever_has_not_come_yet(half: bytes, tmp_path: Path, run_dir: Path) -> None:
+    pytest.importorskip("aiohttp")
+    config = tmp_path / "config.toml"
+    config.write_text("[connector_limits]\nROUTER_STOP_S = 1.0\n")
+    with held_ports(1) as (port,), socket.create_server(("127.0.0.1", 0)) as engine:
+        hangs = f"http://127.0.0.1:{engine.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "connector.router", "--port", str(port), "--decode", hangs],
+            cwd=tmp_path,
+            env={**os.environ, "KVSTORE_RUN_DIR": str(run_dir), "KVSTORE_CONFIG": str(config)},
+        )
+        clients = []
+        try:
+            answer(f"http://127.0.0.1:{port}/engines", process)
+            for _ in range(3):
+                clients.append(socket.create_connection(("127.0.0.1", port), TIMEOUT_S))
+                clients[-1].sendall(half)
+            time.sleep(0.5)
+            process.terminate()
+            assert process.wait(STOP_S) == 0
+        finally:
+            process.kill()
+            process.wait(TIMEOUT_S)
+            for client in clients:
+                client.close()
+
+
 def test_without_aiohttp_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

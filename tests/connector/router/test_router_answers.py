@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore import BlockSession, Locator, UsageError
 
@@ -17,7 +19,7 @@ from routed import FOUND, PATIENCE_S, routed  # noqa: E402
 
 from connector import PromptKeys  # noqa: E402
 from connector.limits import ROUTER_LISTS_MAX, ROUTER_VALUES_MAX  # noqa: E402
-from connector.router import server  # noqa: E402
+from connector.router import incoming, server  # noqa: E402
 from connector.router.routing import Engine, Role  # noqa: E402
 
 DEEP = b"[" * 100_000
@@ -97,7 +99,7 @@ def test_a_body_that_is_slow_to_come_has_less_time_than_a_request(
     no_index: Locator, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else 4096 slow senders would keep everybody out for as long as the longest answer takes."""
-    monkeypatch.setattr(server, "ROUTER_BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(incoming, "ROUTER_BODY_TIMEOUT_S", 0.2)
 
     async def scenario() -> None:
         async with routed(no_index, [], [FakeEngine(talk)], timeout_s=600.0) as router:
@@ -135,6 +137,60 @@ def test_a_body_of_very_many_values_is_refused_before_they_are_made(
             assert len(raw) not in made
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("marks", [",", "[", "{", "[],", '\\",[', "\\\\,", "∀,"])
+def test_what_looks_like_values_in_a_text_is_none(no_index: Locator, marks: str) -> None:
+    """A prompt of a million commas was refused as a million values."""
+    many = (ROUTER_VALUES_MAX + 10) // marks.count(",") if "," in marks else ROUTER_LISTS_MAX + 10
+    raw = f'{{"model": "m", "prompt": "{marks * many}"}}'.encode()
+
+    async def scenario() -> None:
+        async with (
+            routed(no_index, [], []) as router,
+            aiohttp.ClientSession() as session,
+            session.post(f"{router.url}/v1/completions", data=raw) as answer,
+        ):
+            assert answer.status == 502, "nobody is there who could answer"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": "x", "tokens": [' + b"[]," * (1 << 18) + b"[]]}",
+        b'{"a": "\\\\", "tokens": [' + b"[]," * (1 << 18) + b"[]]}",
+        b'{"a": "\\"", "tokens": [' + b"[]," * (1 << 18) + b"[]]}",
+        ('{"a": "\u2200", "tokens": [' + "[]," * (1 << 18) + "[]]}").encode("utf-16-le"),
+        ('{"a": "\u2200", "tokens": [' + "[]," * (1 << 18) + "[]]}").encode("utf-16"),
+        b'{"a": [' + b'"",' * (1 << 20) + b'"",""]}',
+        b'{"a": [' + b'{"":""},' * (1 << 18) + b"{}]}",
+        b'{"a": "' + b"," * (1 << 20) + b'", "b": {' + b'"":"",' * (1 << 19) + b'"":""}}',
+    ],
+)
+def test_a_text_hides_no_values(raw: bytes) -> None:
+    assert "more than" in (incoming._too_much(raw) or "")
+
+
+@given(
+    st.recursive(
+        st.text('",[]{}\\∀\n') | st.integers(0, 9),
+        lambda some: st.lists(some) | st.dictionaries(st.text('",[{\\'), some),
+    )
+)
+def test_values_are_counted_as_a_parser_finds_them(value: Any) -> None:
+    def lists(one: Any) -> int:
+        inside = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        return isinstance(one, dict | list) + sum(map(lists, inside))
+
+    for ascii_only in (True, False):
+        raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(incoming, "ROUTER_LISTS_MAX", lists(value))
+            assert "lists" not in (incoming._too_much(raw) or "")
+            patched.setattr(incoming, "ROUTER_LISTS_MAX", lists(value) - 1)
+            assert not lists(value) or "lists" in (incoming._too_much(raw) or "")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])

@@ -1,0 +1,89 @@
+"""Reads requests' bodies within their limits, of clients that may send anything or nothing.
+
+A body is counted before it is parsed: 16 MiB of empty lists are 6 million objects, which the loop
+would make in one go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from aiohttp import web
+
+from connector.limits import (
+    ROUTER_BODY_BYTES_MAX,
+    ROUTER_BODY_TIMEOUT_S,
+    ROUTER_LISTS_MAX,
+    ROUTER_VALUES_MAX,
+)
+
+
+class RefusedError(Exception):
+    """A body is not read on, or not taken."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Incoming:
+    """Reads bodies, and knows which have not come yet."""
+
+    def __init__(self) -> None:
+        self._coming: set[asyncio.Transport] = set()
+        """Of requests whose bodies have not come."""
+
+    async def body(self, request: web.Request, timeout_s: float) -> dict[str, object]:
+        """Return the JSON object that is the request's body. Raises `RefusedError`."""
+        transport = request.transport
+        if transport is not None:
+            self._coming.add(transport)
+        try:
+            async with asyncio.timeout(min(timeout_s, ROUTER_BODY_TIMEOUT_S)):
+                raw = await request.read()
+        except web.HTTPRequestEntityTooLarge as e:
+            why = f"the body has more than {ROUTER_BODY_BYTES_MAX} bytes"
+            raise RefusedError(413, why) from e
+        except TimeoutError as e:
+            raise RefusedError(408, "the body has not come in time") from e
+        finally:
+            self._coming -= {transport}
+        too_much = _too_much(raw)
+        if too_much is not None:
+            raise RefusedError(413, too_much)
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as e:
+            raise RefusedError(400, "the body is not JSON") from e
+        if not isinstance(body, dict):
+            raise RefusedError(400, "the body is not a JSON object")
+        return body
+
+    async def hang_up(self, app: web.Application) -> None:
+        """End the requests whose bodies have not come: a router that ends waits for none."""
+        for transport in self._coming:
+            transport.abort()
+
+
+def _too_much(raw: bytes) -> str | None:
+    """Return what a body has too much of, None for one that may be parsed."""
+    if len(raw) <= min(ROUTER_LISTS_MAX, ROUTER_VALUES_MAX):
+        return None  # each takes a byte
+    too_much = _counted(raw)
+    # Only now, for it takes longer: what looks like lists and values may be in texts. In UTF-16 a
+    # byte like a quote is part of many characters.
+    if too_much is None or json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
+        return too_much
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 2 * ROUTER_VALUES_MAX:
+        return f"more than {ROUTER_VALUES_MAX} texts"
+    return _counted(b"".join(plain.split(b'"')[::2]))
+
+
+def _counted(raw: bytes) -> str | None:
+    if raw.count(b"[") + raw.count(b"{") > ROUTER_LISTS_MAX:
+        return f"more than {ROUTER_LISTS_MAX} lists and objects"
+    if raw.count(b",") > ROUTER_VALUES_MAX:
+        return f"more than {ROUTER_VALUES_MAX} values"
+    return None
