@@ -49,7 +49,12 @@ FAILURES_TO_OPEN = 1
 REOPEN_AFTER_S = 1.0
 PROBE_TIMEOUT_S = 0.1
 """For the HELLO that asks whether a node answers again: it waits for nothing else there, so a
-caller need not pay another whole deadline for a node that is stopped."""
+caller need not pay another whole deadline for a node that is stopped.
+
+Also what a node of this host must be given at least, or its caller was hurried: one that runs
+answers in microseconds. It is no share of the deadline, as for nodes of other hosts
+(`HURRIED_SHARE`), which count hurried callers too: here one request opens the breaker, and a
+caller with half a second each time would wait for a stopped node each time."""
 READ_ON_S = 0.1
 """For what has come already when a caller is late itself; a node that sends without end, and not
 what was asked for, gets no more of a caller's time."""

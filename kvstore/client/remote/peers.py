@@ -38,7 +38,8 @@ from kvstore.types import KEY_BYTES, Location
 PROBE_TIMEOUT_S = 0.25
 """For a node to show that it is there (again)."""
 HURRIED_SHARE = 0.5
-"""Of the time that a node may take: a read that had less, and failed for it, was hurried."""
+"""Of the time that a node may take: a read that had less, and failed for it, was hurried. A share,
+for that time grows with the bytes and the way; `HURRIED_MAX` in a row count all the same."""
 HUNG_UP_CHECK_S = 0.25
 """Idle connections to a node are looked at so often: a process that ends hangs up."""
 

@@ -84,6 +84,19 @@ def test_a_node_that_lets_its_whole_time_pass_is_not_asked_again_at_once(channel
         channel.request(Op.STAT)
 
 
+def test_a_stopped_node_costs_callers_with_little_time_one_deadline_and_not_one_each(channel):
+    """Two tenths of a second are enough for a node of this host: who always has so little
+    would wait for it each time."""
+    had_s = TIMEOUT_S / 300
+    begun = time.monotonic()
+    with deadlines.until(begun + had_s), pytest.raises(DeadlineError):
+        channel.request(Op.STAT)
+    for _ in range(3):
+        until = time.monotonic() + had_s
+        with deadlines.until(until), pytest.raises(NodeUnavailableError, match="lately"):
+            channel.request(Op.STAT)
+
+
 def test_what_could_not_be_said_in_passing_does_not_keep_requests_from_a_node(listening):
     """Saying may wait a moment only, which a node without a processor does not answer in."""
     channel, server = listening
