@@ -1,6 +1,6 @@
 """Keeps SGLang's KV pages in the store. Importing this package imports no engine."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from connector.adapters.sglang.storage import KVStoreHiCache
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 __all__ = ["KVStoreHiCache"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import SGLang only when SGLang asks for the backend by the name of this package."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

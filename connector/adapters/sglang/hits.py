@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 
 class Hits:
@@ -16,10 +15,10 @@ class Hits:
         self.restorable = list(range(1, self.run + 1))
         """Not every shorter one of a length that can be restored can be too: a pool that needs
         the end of a prefix only may have the end of the longer one."""
-        self.by_pool: dict[Any, int] = {}
+        self.by_pool: dict[Hashable, int] = {}
         """The longest prefix for each pool beside the main one, whatever the others have."""
 
-    def need(self, name: Any, pages: Sequence[bool], trailing: int | None) -> None:
+    def need(self, name: Hashable, pages: Sequence[bool], trailing: int | None) -> None:
         """Add a pool that must have every page of a prefix, or the last `trailing` of them."""
         if trailing is None:
             mine = set(range(1, min(leading(pages), self.run) + 1))
