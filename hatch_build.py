@@ -47,12 +47,14 @@ class CannotBuildError(Exception):
 
 
 def compiler() -> list[str]:
-    """The words that call a C compiler. Raises `CannotBuildError` when there is none."""
-    named = [os.environ.get("CC", ""), sysconfig.get_config_var("CC") or "", "cc", "gcc", "clang"]
-    for words in map(shlex.split, named):
+    """The words that call a C compiler: what `CC` says, else any that is here. Raises
+    `CannotBuildError` when there is none."""
+    wanted = os.environ.get("CC", "")
+    others = [sysconfig.get_config_var("CC") or "", "cc", "gcc", "clang"]
+    for words in map(shlex.split, [wanted] if wanted else others):
         if words and shutil.which(words[0]):
             return words
-    raise CannotBuildError("there is no C compiler (CC, cc, gcc, clang)")
+    raise CannotBuildError(f"there is no C compiler ({wanted or 'CC, cc, gcc, clang'})")
 
 
 def here() -> str:

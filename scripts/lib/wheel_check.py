@@ -100,10 +100,12 @@ class Bare:
         return ran.stderr if code else ran.stdout
 
 
-def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
+def wait_for(
+    process: subprocess.Popen[bytes], text: bytes, timeout_s: float = RUN_TIMEOUT_S
+) -> None:
     """Wait until the program says so. Raises `WheelError` when it does not in time."""
     assert process.stdout is not None
-    said, give_up_at = b"", time.monotonic() + RUN_TIMEOUT_S
+    said, give_up_at = b"", time.monotonic() + timeout_s
     while text not in said:
         left_s = give_up_at - time.monotonic()
         ready = left_s > 0 and select.select([process.stdout], [], [], left_s)[0]

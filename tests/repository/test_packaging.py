@@ -220,3 +220,42 @@ def test_core_install_is_small() -> None:
     assert all(sizes.values()), f"not measured: {sizes}"
     sizes |= {package: size_of((REPOSITORY / package).rglob("*.py")) for package in PACKAGES}
     assert sum(sizes.values()) < CORE_BYTES_MAX, sizes
+
+
+@pytest.fixture
+def made_for_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler for another machine, by what it writes: the head of an ELF file."""
+    compiler = tmp_path / "cc-for-arm"
+    head = r"\177ELF\002\001\001\000\000\000\000\000\000\000\000\000\003\000\267\000"
+    compiler.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf \'{head}\' >"$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+
+
+@pytest.mark.usefixtures("made_for_arm")
+def test_a_wheel_for_another_machine_has_the_tag_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hatch_build.PLATFORM, "manylinux_2_17_aarch64")
+    assert built(tmp_path / "a", "").name.endswith("-cp311-abi3-manylinux_2_17_aarch64.whl")
+    for wrong in ("manylinux_2_17_x86_64", "aarch64", "manylinux_2_17_sparc64"):
+        monkeypatch.setenv(hatch_build.PLATFORM, wrong)
+        with pytest.raises(subprocess.CalledProcessError):
+            built(tmp_path / "b", "")
+
+
+@pytest.mark.usefixtures("made_for_arm")
+def test_a_compiler_for_another_machine_needs_a_tag(tmp_path: Path) -> None:
+    source = REPOSITORY / next(iter(hatch_build.PARTS))
+    with pytest.raises(hatch_build.CannotBuildError, match=r"aarch64, and linux_.* is asked for"):
+        hatch_build.build(source, tmp_path / "made.so")
+    assert not (tmp_path / "made.so").exists()
+    hatch_build.build(source, tmp_path / "made.so", "manylinux_2_17_aarch64")
+    assert hatch_build.machine_of(tmp_path / "made.so") == "aarch64"
+
+
+def test_a_file_that_is_no_library_is_of_no_machine(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"#!/bin/sh")
+    assert hatch_build.machine_of(tmp_path / "a").startswith("no ")
