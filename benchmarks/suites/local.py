@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import Any
 
-from benchmarks import peers
+from benchmarks import peers, side_by_side
 from benchmarks.local_workers import Case, Reader, Span, Times, Writer
 from benchmarks.memory import PAGE_BYTES
 from benchmarks.processes import Gate, House, Worker, house
@@ -33,6 +36,12 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--readers", type=int, nargs="+", default=READERS)
     parser.add_argument("--node-bytes", type=int, default=NODE_BYTES)
     parser.add_argument("--peer", choices=sorted(peers.PEERS), action="append", default=[])
+    parser.add_argument(
+        "--docs", action="store_true", help="put this store beside its peers in docs/benchmarks.md"
+    )
+    parser.add_argument(
+        "--document", type=Path, default=side_by_side.DOCUMENT, help="where --docs puts them"
+    )
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
@@ -41,6 +50,8 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
         raise SystemExit(
             f"--node-bytes {options.node_bytes}: /dev/shm has {free} bytes free: ask for less"
         )
+    if options.docs and not options.peer:
+        options.peer = list(side_by_side.NAMES)
     rows: list[Row] = []
     with house(options.node_bytes) as here:
         about = machine(here.url)
@@ -50,6 +61,11 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
             rows += _with_readers(here, writer, readers, options)
     for peer in options.peer:
         rows += peers.run(peer, options.sizes, options.batches)
+    if options.docs:
+        about = side_by_side.versions() | about
+        made = side_by_side.table(about, rows, shlex.join(["scripts/bench", *sys.argv[1:]]))
+        document: Path = options.document
+        document.write_text(side_by_side.into_document(document.read_text(), made))
     return about, rows
 
 
