@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b, sha256
+from typing import Any, NamedTuple, NoReturn, cast
 
 from kvstore.compiled import part
 from kvstore.errors import UsageError
@@ -28,6 +29,8 @@ RUN_BLOCKS = 64
 Field = str | int | float | bool | None
 HashBlocks = Callable[[bytes, bytes, int, int], list[Key]]
 """As `hash_blocks`: of root, tokens as bytes, bytes of a block, and blocks that share a tag."""
+HashNames = Callable[[bytes, list[Any], int], list[Key | None]]
+"""As `hash_names`: of root, names, and how many bytes one may have."""
 
 
 SALT_FIELD = "tenant_salt"
@@ -122,16 +125,15 @@ class Namespace:
 
     def value_key(self, name: str | bytes) -> Key:
         """Key of a value put under a name of the user's choice."""
-        try:
-            raw = name.encode() if isinstance(name, str) else name
-        except UnicodeEncodeError as e:
-            raise UsageError("key", name, "must be text without lone surrogates") from e
-        if not isinstance(raw, bytes):
-            raise UsageError("key", name, "must be str or bytes")
-        if not 0 < len(raw) <= USER_KEY_BYTES_MAX:
-            raise UsageError("key", name, f"must have 1 to {USER_KEY_BYTES_MAX} bytes")
-        digest = sha256(self._of_values + raw).digest()[:DIGEST_BYTES]
-        return digest[:TAG_BYTES] + digest
+        (key,) = self.value_keys([name])
+        return key
+
+    def value_keys(self, names: list[Any]) -> list[Key]:
+        """`value_key` for each of `names`. Raises `UsageError` for the first that is no name."""
+        keys = HASHER.names(self._of_values, names, USER_KEY_BYTES_MAX)
+        if None in keys:
+            _refuse_name(names[keys.index(None)])
+        return cast("list[Key]", keys)
 
     def block_keys(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
         """Keys of all full blocks of `block_tokens` tokens at the head of `tokens`.
@@ -144,7 +146,7 @@ class Namespace:
             raise UsageError("block_tokens", block_tokens, "must be a whole number, at least 1")
         count = _length(tokens) // block_tokens
         raw = _token_bytes(tokens, count * block_tokens)
-        return HASH_BLOCKS(self._of_blocks, raw, block_tokens * 4, RUN_BLOCKS)
+        return HASHER.blocks(self._of_blocks, raw, block_tokens * 4, RUN_BLOCKS)
 
     def engine_keys(self, hashes: Sequence[bytes], blocks_per_key: int = 1) -> list[Key]:
         """Keys from an engine's own chained block hashes, one key per `blocks_per_key` of them.
@@ -169,17 +171,53 @@ def hash_blocks(root: bytes, raw: bytes, step: int, run_blocks: int) -> list[Key
     return _with_tags(digests, run_blocks)
 
 
-def hasher(wanted: str | None, module: str = part.BLOCK_KEYS) -> HashBlocks:
-    """`hash_blocks`, or the same compiled (docs/decisions/0079): where it is there and this CPU has
+def hash_names(root: bytes, names: list[Any], longest: int) -> list[Key | None]:
+    """The key of each of `names`: text or bytes, 1 to `longest` of them as UTF-8; None for what is
+    none."""
+    keys: list[Key | None] = []
+    for name in names:
+        try:
+            raw = name.encode() if isinstance(name, str) else name
+        except UnicodeEncodeError:
+            raw = None
+        if isinstance(raw, bytes) and 0 < len(raw) <= longest:
+            digest = sha256(root + raw).digest()[:DIGEST_BYTES]
+            keys.append(digest[:TAG_BYTES] + digest)
+        else:
+            keys.append(None)
+    return keys
+
+
+def _refuse_name(name: Any) -> NoReturn:
+    if not isinstance(name, str | bytes):
+        raise UsageError("key", name, "must be str or bytes")
+    try:
+        name.encode() if isinstance(name, str) else name
+    except UnicodeEncodeError as e:
+        raise UsageError("key", name, "must be text without lone surrogates") from e
+    raise UsageError("key", name, f"must have 1 to {USER_KEY_BYTES_MAX} bytes")
+
+
+class Hasher(NamedTuple):
+    """Makes keys of prompts and of names."""
+
+    blocks: HashBlocks
+    names: HashNames
+
+
+IN_PYTHON = Hasher(hash_blocks, hash_names)
+
+
+def hasher(wanted: str | None, module: str = part.BLOCK_KEYS) -> Hasher:
+    """`IN_PYTHON`, or the same compiled (docs/decisions/0079): where it is there and this CPU has
     instructions for SHA-256. Raises `ImportError` where `wanted` is `yes` and it is not there."""
     compiled = part.load(wanted, module, part.BLOCK_KEYS_SOURCE)
     if compiled is None or not compiled.FAST:
-        return hash_blocks
-    made: HashBlocks = compiled.block_keys
-    return made
+        return IN_PYTHON
+    return Hasher(compiled.block_keys, compiled.value_keys)
 
 
-HASH_BLOCKS = hasher(part.wanted())
+HASHER = hasher(part.wanted())
 """The one of this process."""
 
 

@@ -1,6 +1,6 @@
-/* Hashes the blocks of a prompt, each after the one before: the keys of `Namespace.block_keys`
- * (kvstore/keys.py), for CPUs that have instructions for SHA-256. Where they are missing, FAST is 0,
- * and Python's hashlib is as fast.
+/* Hashes the blocks of a prompt, each after the one before, or the names of values, each for
+ * itself: the keys of `Namespace.block_keys` and `value_keys` (kvstore/keys.py), for CPUs that have
+ * instructions for SHA-256. Where they are missing, FAST is 0, and Python's hashlib is as fast.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -12,6 +12,8 @@
 #define SOURCE_CRC32 0 /* of this file: the build says it (hatch_build.py) */
 #endif
 enum { DIGEST_BYTES = 32, PART_BYTES = 64, KEPT_BYTES = 24, TAG_BYTES = 8 };
+
+static int fast; /* as `is_fast` said once: a virtual machine takes 30 us to answer CPUID */
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -137,7 +139,7 @@ static PyObject *block_keys(PyObject *self, PyObject *args) {
     Py_ssize_t step, run;
     if (!PyArg_ParseTuple(args, "y*y*nn", &root, &tokens, &step, &run)) return NULL;
     PyObject *keys = NULL;
-    if (is_fast()) {
+    if (fast) {
         keys = hash_blocks(&root, &tokens, step, run);
     } else {
         PyErr_SetString(PyExc_RuntimeError, "this CPU has no instructions for SHA-256");
@@ -147,7 +149,56 @@ static PyObject *block_keys(PyObject *self, PyObject *args) {
     return keys;
 }
 
-static PyMethodDef methods[] = {{"block_keys", block_keys, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+/* The bytes of a name, and how many; NULL for what is none, which its caller says in words. */
+static const char *name_of(PyObject *given, Py_ssize_t *size) {
+    char *raw = NULL;
+    if (PyUnicode_Check(given)) {
+        const char *text = PyUnicode_AsUTF8AndSize(given, size);
+        if (text == NULL) PyErr_Clear(); /* a lone surrogate */
+        return text;
+    }
+    if (!PyBytes_Check(given) || PyBytes_AsStringAndSize(given, &raw, size) < 0) return NULL;
+    return raw;
+}
+
+static PyObject *value_keys(PyObject *self, PyObject *args) {
+    (void)self;
+    const char *root;
+    Py_ssize_t root_size, longest;
+    PyObject *names;
+    if (!PyArg_ParseTuple(args, "y#O!n", &root, &root_size, &PyList_Type, &names, &longest)) return NULL;
+    if (root_size != DIGEST_BYTES || !fast) {
+        PyErr_SetString(PyExc_ValueError, "a root has 32 bytes, and this CPU instructions for SHA-256");
+        return NULL;
+    }
+    Py_ssize_t all = PyList_Size(names);
+    PyObject *keys = PyList_New(all);
+    if (keys == NULL) return NULL;
+    for (Py_ssize_t i = 0; i < all; i++) {
+        unsigned char digest[DIGEST_BYTES], key[TAG_BYTES + KEPT_BYTES];
+        Py_ssize_t size = 0;
+        const char *name = name_of(PyList_GetItem(names, i), &size);
+        PyObject *made = Py_None;
+        if (name != NULL && size >= 1 && size <= longest) {
+            sha256(digest, (const unsigned char *)root, (const unsigned char *)name, (size_t)size);
+            memcpy(key, digest, TAG_BYTES);
+            memcpy(key + TAG_BYTES, digest, KEPT_BYTES);
+            made = PyBytes_FromStringAndSize((const char *)key, sizeof key);
+            if (made == NULL) {
+                Py_DECREF(keys);
+                return NULL;
+            }
+        } else {
+            Py_INCREF(made);
+        }
+        PyList_SetItem(keys, i, made);
+    }
+    return keys;
+}
+
+static PyMethodDef methods[] = {{"block_keys", block_keys, METH_VARARGS, NULL},
+                                {"value_keys", value_keys, METH_VARARGS, NULL},
+                                {NULL, NULL, 0, NULL}};
 
 /* PyModule_Add is not in the limited interface of 3.11. */
 static int add(PyObject *module, const char *name, PyObject *value) {
@@ -157,7 +208,8 @@ static int add(PyObject *module, const char *name, PyObject *value) {
 }
 
 static int prepare(PyObject *module) {
-    if (add(module, "FAST", PyBool_FromLong(is_fast())) < 0) return -1;
+    fast = is_fast();
+    if (add(module, "FAST", PyBool_FromLong(fast)) < 0) return -1;
     return add(module, "SOURCE_CRC32", PyLong_FromUnsignedLong(SOURCE_CRC32));
 }
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};

@@ -1,5 +1,5 @@
-"""The keys of a prompt's blocks are the same in Python and compiled (compiled/block_keys.c):
-chained hashes that anybody can compute."""
+"""The keys of a prompt's blocks, and of names, are the same in Python and compiled
+(compiled/block_keys.c): hashes that anybody can compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from batch_readers import compiled_module
 
 from kvstore import Namespace, keys
 from kvstore.compiled import part
-from kvstore.keys import RUN_BLOCKS, hash_blocks, hasher
+from kvstore.errors import UsageError
+from kvstore.keys import IN_PYTHON, RUN_BLOCKS, Hasher, hash_blocks, hash_names, hasher
+from kvstore.limits import USER_KEY_BYTES_MAX
 
 ROOT = bytes(range(32))
 
@@ -64,8 +66,8 @@ def test_a_namespace_has_the_same_keys_by_either(
     compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    for one in (hash_blocks, compiled.block_keys):
-        monkeypatch.setattr(keys, "HASH_BLOCKS", one)
+    for one in (IN_PYTHON, Hasher(compiled.block_keys, compiled.value_keys)):
+        monkeypatch.setattr(keys, "HASHER", one)
         made.append(Namespace.named("n").block_keys(range(1000), 16))
     raw = b"".join(i.to_bytes(4, "little") for i in range(992))
     assert made == [by_hand(Namespace.named("n")._of_blocks, raw, 64, RUN_BLOCKS)] * 2
@@ -86,18 +88,77 @@ def test_what_cannot_be_hashed_is_an_error(compiled: Any, arguments: Any) -> Non
         compiled.block_keys(*arguments)
 
 
+def name_by_hand(root: bytes, raw: bytes) -> bytes:
+    digest = sha256(root + raw).digest()
+    return digest[:8] + digest[:24]
+
+
+def test_names_of_every_length_have_the_same_keys(compiled: Any) -> None:
+    """Every place at which a name may end within a part of 64 bytes."""
+    raws = [random.Random(n).randbytes(n) for n in [*range(1, 300), USER_KEY_BYTES_MAX]]
+    expected = [name_by_hand(ROOT, raw) for raw in raws]
+    for made in (hash_names, compiled.value_keys):
+        assert made(ROOT, raws, USER_KEY_BYTES_MAX) == expected
+
+
+def test_text_has_the_key_of_its_utf8(compiled: Any) -> None:
+    texts = ["a", "ünïcode", "漢字", "\N{GRINNING FACE}", "with\0zero"]
+    for made in (hash_names, compiled.value_keys):
+        assert made(ROOT, texts, 100) == made(ROOT, [t.encode() for t in texts], 100)
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Raw(bytes):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (b"", "must have 1 to"),
+        ("", "must have 1 to"),
+        (b"x" * (USER_KEY_BYTES_MAX + 1), "must have 1 to"),
+        ("ü" * (USER_KEY_BYTES_MAX // 2 + 1), "must have 1 to"),
+        ("\ud800", "lone surrogates"),
+        (7, "must be str or bytes"),
+        (None, "must be str or bytes"),
+        (bytearray(b"x"), "must be str or bytes"),
+        (memoryview(b"x"), "must be str or bytes"),
+    ],
+)
+def test_what_is_no_name_has_no_key_and_is_refused_by_either(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, name: Any, why: str
+) -> None:
+    names = ["a", name, Text("b"), Raw(b"c")]
+    for one in (IN_PYTHON, Hasher(compiled.block_keys, compiled.value_keys)):
+        right = [name_by_hand(ROOT, raw) for raw in (b"a", b"b", b"c")]
+        assert one.names(ROOT, names, USER_KEY_BYTES_MAX) == [right[0], None, *right[1:]]
+        monkeypatch.setattr(keys, "HASHER", one)
+        with pytest.raises(UsageError, match=why):
+            Namespace.named("n").value_keys(names)
+
+
+def test_a_root_of_another_length_is_an_error_for_names_too(compiled: Any) -> None:
+    for root in (ROOT[1:], ROOT + b"x"):
+        with pytest.raises(ValueError, match="a root has 32 bytes"):
+            compiled.value_keys(root, ["a"], 100)
+
+
 def test_the_variable_and_the_cpu_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    fits = SimpleNamespace(FAST=True, SOURCE_CRC32=0, block_keys=lambda *_: [])
+    fits = SimpleNamespace(FAST=True, SOURCE_CRC32=0, block_keys=lambda *_: [], value_keys=1)
     monkeypatch.setitem(sys.modules, "built", fits)
     monkeypatch.setattr(part, "BLOCK_KEYS_SOURCE", Path("not installed.c"))
-    assert hasher(None, "built") is fits.block_keys
-    assert hasher("yes", "built") is fits.block_keys
-    assert hasher("no", "built") is hash_blocks
-    assert hasher(None, "not_there") is hash_blocks
+    assert hasher(None, "built") == (fits.block_keys, 1)
+    assert hasher("yes", "built") == (fits.block_keys, 1)
+    assert hasher("no", "built") is IN_PYTHON
+    assert hasher(None, "not_there") is IN_PYTHON
     with pytest.raises(ImportError):
         hasher("yes", "not_there")
     fits.FAST = False
-    assert hasher("yes", "built") is hash_blocks
+    assert hasher("yes", "built") is IN_PYTHON
     monkeypatch.setattr(part, "BLOCK_KEYS_SOURCE", Path(part.__file__))
     fits.FAST = True
-    assert hasher(None, "built") is hash_blocks, "it is of another source"
+    assert hasher(None, "built") is IN_PYTHON, "it is of another source"

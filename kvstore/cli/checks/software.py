@@ -138,7 +138,7 @@ def packages(context: Context) -> list[Finding]:
 def _compiled_part() -> Finding:
     """Which reader of blocks, and which hash of keys, this host's processes have."""
     name = batch_read.READER.name
-    hashed = "in Python" if keys.HASH_BLOCKS is keys.hash_blocks else "by it too"
+    hashed = "in Python" if keys.HASHER is keys.IN_PYTHON else "by it too"
     if isinstance(batch_read.READER, batch_read.CompiledReader):
         said = f"blocks of this host are read by the {name} part, keys are hashed {hashed}"
         return Finding(Level.OK, said)
