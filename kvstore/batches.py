@@ -1,4 +1,4 @@
-"""Cuts a sequence into parts that one request, message or copy carries."""
+"""Cuts a sequence into parts that one request, message or copy carries, and picks some of it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ def in_batches(
         for start in range(0, len(items), count_max):
             yield items[start : start + count_max]
         return
+    sizes = list(map(size_of, items))
+    if 0 < len(items) <= count_max and sum(sizes) <= bytes_max:
+        yield items
+        return
     start = size_bytes = 0
-    for i, item in enumerate(items):
-        its_bytes = size_of(item)
+    for i, its_bytes in enumerate(sizes):
         if i > start and (size_bytes + its_bytes > bytes_max or i - start == count_max):
             yield items[start:i]
             start, size_bytes = i, 0
         size_bytes += its_bytes
     if items:
         yield items[start:]
+
+
+def picked(column: Sequence[T], which: Sequence[int]) -> Sequence[T]:
+    """The entries with these numbers, which ascend."""
+    return column if len(which) == len(column) else [column[i] for i in which]

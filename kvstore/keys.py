@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b, sha256
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import NamedTuple, NoReturn, cast
 
 from kvstore.compiled import part
 from kvstore.errors import UsageError
@@ -29,7 +29,7 @@ RUN_BLOCKS = 64
 Field = str | int | float | bool | None
 HashBlocks = Callable[[bytes, bytes, int, int], list[Key]]
 """As `hash_blocks`: of root, tokens as bytes, bytes of a block, and blocks that share a tag."""
-HashNames = Callable[[bytes, list[Any], int], list[Key | None]]
+HashNames = Callable[[bytes, list[object], int], list[Key | None]]
 """As `hash_names`: of root, names, and how many bytes one may have."""
 
 
@@ -128,9 +128,10 @@ class Namespace:
         (key,) = self.value_keys([name])
         return key
 
-    def value_keys(self, names: list[Any]) -> list[Key]:
+    def value_keys(self, names: Sequence[str | bytes]) -> list[Key]:
         """`value_key` for each of `names`. Raises `UsageError` for the first that is no name."""
-        keys = HASHER.names(self._of_values, names, USER_KEY_BYTES_MAX)
+        given: list[object] = list(names)
+        keys = HASHER.names(self._of_values, given, USER_KEY_BYTES_MAX)
         if None in keys:
             _refuse_name(names[keys.index(None)])
         return cast("list[Key]", keys)
@@ -171,7 +172,7 @@ def hash_blocks(root: bytes, raw: bytes, step: int, run_blocks: int) -> list[Key
     return _with_tags(digests, run_blocks)
 
 
-def hash_names(root: bytes, names: list[Any], longest: int) -> list[Key | None]:
+def hash_names(root: bytes, names: list[object], longest: int) -> list[Key | None]:
     """The key of each of `names`: text or bytes, 1 to `longest` of them as UTF-8; None for what is
     none."""
     keys: list[Key | None] = []
@@ -188,7 +189,7 @@ def hash_names(root: bytes, names: list[Any], longest: int) -> list[Key | None]:
     return keys
 
 
-def _refuse_name(name: Any) -> NoReturn:
+def _refuse_name(name: object) -> NoReturn:
     if not isinstance(name, str | bytes):
         raise UsageError("key", name, "must be str or bytes")
     try:

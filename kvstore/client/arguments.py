@@ -22,7 +22,7 @@ from kvstore.types import Value
 
 T = TypeVar("T")
 
-_PAIRS = (tuple, list)
+_PAIRS = {tuple, list}
 
 
 def is_a(field: str, value: object, kinds: type[T] | tuple[type[T], ...], must: str) -> T:
@@ -96,10 +96,10 @@ def several(field: str, value: Any, of: str) -> Sequence[Any]:
     return value  # type: ignore[no-any-return]
 
 
-def pairs(items: Any) -> list[tuple[Any, Value]]:
-    """Return keys with values, of a mapping or as they come."""
+def pairs(items: Any) -> tuple[list[Any], list[Value]]:
+    """Return the keys and the values of a mapping, or of pairs as they come."""
     if isinstance(items, Mapping):
-        return list(items.items())
+        return list(items.keys()), list(items.values())
     must = "must be a mapping, or (key, value) pairs"
     if isinstance(items, str | bytes | bytearray | memoryview):
         raise UsageError("items", type(items).__name__, must)
@@ -107,9 +107,12 @@ def pairs(items: Any) -> list[tuple[Any, Value]]:
         found = list(items)
     except TypeError as e:
         raise UsageError("items", type(items).__name__, must) from e
-    if not all(isinstance(pair, _PAIRS) and len(pair) == 2 for pair in found):
+    if not set(map(type, found)) <= _PAIRS and not all(isinstance(p, tuple | list) for p in found):
         raise UsageError("items", type(items).__name__, must)
-    return [(key, value) for key, value in found]
+    if set(map(len, found)) - {2}:
+        raise UsageError("items", type(items).__name__, must)
+    keys, values = zip(*found, strict=True) if found else ((), ())
+    return list(keys), list(values)
 
 
 def session_settings(

@@ -28,7 +28,7 @@ from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import IN_STORE, Key, PutResult, Retained, Value
+from kvstore.types import EXISTS, STORED, Key, PutResult, Retained, Value
 
 log = logging.getLogger("kvstore.client")
 
@@ -156,13 +156,13 @@ class Client:
         is another one. For keys of your own `replace=True` drops that first, on the nodes of
         this host and where the index says that it is; who reads meanwhile has a miss.
         """
-        return self._save_values([(key, value)], replace)[0]
+        return self._save_values([key], [value], replace)[0]
 
     def put_many(self, items: Items, *, replace: bool = False) -> list[PutResult]:
         """`put` for a mapping or pairs, in a few requests for all; results in order.
 
         With `replace=True` the last value counts of those that are given for one key."""
-        return self._save_values(arguments.pairs(items), replace)
+        return self._save_values(*arguments.pairs(items), replace)
 
     def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Value]) -> list[PutResult]:
         """Save the KV blocks at the head of `tokens`: `blocks[i]` is a buffer with the KV of
@@ -179,18 +179,18 @@ class Client:
         return self._counted(self._saver.save(keys[: len(blocks)], payloads))
 
     def _save_values(
-        self, pairs: Sequence[tuple[str | bytes, Value]], replace: bool
+        self, names: list[str | bytes], values: Sequence[Value], replace: bool
     ) -> list[PutResult]:
         arguments.flag("replace", replace)
         self._check_open()
-        keys = [self.namespace.value_key(name) for name, _ in pairs]
-        payloads = [tensors.encode(value) for _, value in pairs]
+        keys = self.namespace.value_keys(names)
+        payloads = list(map(tensors.encode, values))
         results = (self._saver.replace if replace else self._saver.put)(keys, payloads)
-        self.session.value_names.note(keys, [name for name, _ in pairs])
+        self.session.value_names.note(keys, names)
         return self._counted(results)
 
     def _counted(self, results: list[PutResult]) -> list[PutResult]:
-        stored = sum(result.status in IN_STORE for result in results)
+        stored = results.count(STORED) + results.count(EXISTS)
         self._counts["stored"] += stored
         self._counts["not_stored"] += len(results) - stored
         return results
@@ -222,7 +222,7 @@ class Client:
             raise UsageError(
                 "out", f"{len(out)} buffers", f"must be one for each of {len(keys)} keys"
             )
-        raw_keys = list(map(self.namespace.value_key, keys))
+        raw_keys = self.namespace.value_keys(keys)
         return self._getter.get_many(raw_keys, [None] * len(keys) if out is None else out)
 
     def get_blocks(self, tokens: Sequence[int], out: Sequence[Value]) -> int:

@@ -80,7 +80,7 @@ from kvstore.index.open import OpenedIndex, open_guarded
 from kvstore.keys import Namespace
 from kvstore.limits import LOCK_PART_BYTES, RESET_TIMEOUT_S, RETAINED_S_MAX, Limits
 from kvstore.machine import REAL, Machine
-from kvstore.protocol.control_requests import Want
+from kvstore.protocol.control_requests import Wants
 from kvstore.record import RecordSigner
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
@@ -91,7 +91,7 @@ from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.select import SHM, TRANSPORTS, allowed
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, Kind, PutResult, Retained, Tier
+from kvstore.types import Key, PutResult, Retained, Tier
 
 Verify = Literal["never", "always"]
 
@@ -380,10 +380,9 @@ class BlockSession:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[ReserveAnswer]:
-        wants = [Want(key, size_bytes, Kind.BLOCK, 0, None, 0) for key in keys]
         here = self.writer.no_node()
         if here is None:
-            return self.writer.reserve(wants, namespace_id)
+            return self.writer.reserve(Wants(keys, size_bytes), namespace_id)
         try:
             return self.remote_writer.reserve(keys, size_bytes, namespace_id)
         except NodeUnavailableError as e:

@@ -7,14 +7,15 @@ ours.
 
 from __future__ import annotations
 
+from itertools import chain
+from typing import cast
+
 from kvstore.core.answers import (
     Answer,
     BlockRow,
     Counters,
-    Grant,
     NamespaceRow,
     PinAnswer,
-    PutAnswer,
 )
 from kvstore.errors import shown
 from kvstore.protocol.stream import KINDS
@@ -27,6 +28,8 @@ rejection, and travels as its reason."""
 
 
 _RETAINED = frozenset(map(int, Retained))
+_INTEGERS = {int}
+"""No truth values: they are not of this type itself."""
 
 
 class InvalidReplyError(ValueError):
@@ -86,24 +89,31 @@ def _seconds_or_none(value: object) -> float | None:
     return None if value is None else _seconds(value)
 
 
-def grants(count: int, body: object) -> list[PutAnswer]:
-    """RESERVE: a slot, or what became of it, for each of `count` blocks."""
-    return [
-        _grant(answer) if type(answer) is list else outcome(answer)
-        for answer in _items(body, count, "answers")
-    ]
-
-
-def _grant(answer: list[object]) -> Grant:
-    if len(answer) != 3:
-        raise InvalidReplyError(f"expected 3 items, got {len(answer)}")
-    slot_id, generation, offset = answer
-    return Grant(whole(slot_id), whole(generation), whole(offset))
+def grants(count: int, body: object) -> list[list[int] | PutResult]:
+    """RESERVE: [slot, generation, offset], or what became of it, for each of `count` blocks."""
+    items = _items(body, count, "answers")
+    rows = cast("list[list[object]]", [item for item in items if type(item) is list])
+    granted = cast("list[list[int] | PutResult]", items)
+    if len(rows) < count:
+        granted = [one if type(one) is list else outcome(one) for one in granted]
+    # Looked at in C: a batch has hundreds.
+    if wrong := set(map(len, rows)) - {3}:
+        raise InvalidReplyError(f"expected 3 items, got {wrong.pop()}")
+    numbers = list(chain.from_iterable(rows))
+    if numbers and (set(map(type, numbers)) != _INTEGERS or min(cast("list[int]", numbers)) < 0):
+        for number in numbers:
+            whole(number)
+    return granted
 
 
 def outcomes(count: int, body: object) -> list[PutResult]:
     """COMMIT: one for each of `count` blocks."""
-    return [outcome(answer) for answer in _items(body, count, "outcomes")]
+    codes = _items(body, count, "outcomes")
+    if set(map(type, codes)) == _INTEGERS:
+        known = cast("list[int]", codes)
+        if 0 <= min(known) <= max(known) < len(OUTCOMES):
+            return list(map(OUTCOMES.__getitem__, known))
+    return [outcome(answer) for answer in codes]
 
 
 def counters(body: object) -> Counters:

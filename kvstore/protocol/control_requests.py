@@ -3,40 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from kvstore.batches import picked
 from kvstore.protocol.control import join_keys
-from kvstore.types import Key
+from kvstore.types import Key, Kind
 
 
-class Want(NamedTuple):
-    """One block to save; `value`, when given, travels in the request."""
+@dataclass(slots=True)
+class Wants:
+    """Blocks to save, column by column, as the request says them: of a column whose entries are all
+    equal one may stand for all."""
 
-    key: Key
-    size_bytes: int
-    kind: int
-    meta_length: int
-    value: bytes | None
-    checksum: int
+    keys: Sequence[Key]
+    sizes: int | Sequence[int]
+    """In bytes, with the description at the end."""
+    kinds: int | Sequence[int] = Kind.BLOCK
+    meta_lengths: int | Sequence[int] = 0
+    values: Sequence[bytes | None] | None = None
+    """What travels in the request."""
+    checksums: int | Sequence[int] = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def each_size(self) -> Sequence[int]:
+        """The size of each block in bytes."""
+        return [self.sizes] * len(self.keys) if isinstance(self.sizes, int) else self.sizes
+
+    def of(self, which: Sequence[int]) -> Wants:
+        """Some of the blocks, by their numbers, which ascend."""
+        if len(which) == len(self.keys):
+            return self
+        values = None if self.values is None else picked(self.values, which)
+        return Wants(
+            picked(self.keys, which),
+            _some(self.sizes, which),
+            _some(self.kinds, which),
+            _some(self.meta_lengths, which),
+            values,
+            _some(self.checksums, which),
+        )
 
 
-def reserve_arguments(
-    wants: Sequence[Want], namespace_id: int, *, checksums: bool
-) -> tuple[object, ...]:
-    """The arguments of a RESERVE request, column by column; empty columns are left out, and of
-    one whose entries are all equal one stands for all."""
-    keys, sizes, kinds, meta_lengths, values, sums = zip(*wants, strict=True)
+def _some(column: int | Sequence[int], which: Sequence[int]) -> int | Sequence[int]:
+    return column if isinstance(column, int) else picked(column, which)
+
+
+def reserve_arguments(wants: Wants, namespace_id: int, *, checksums: bool) -> tuple[object, ...]:
+    """The arguments of a RESERVE request."""
+    values = wants.values
+    if values is not None and values.count(None) == len(values):
+        values = None
     return (
         namespace_id,
-        join_keys(keys),
-        _column(sizes),
-        _column(kinds),
-        _column(meta_lengths),
-        None if values.count(None) == len(values) else values,
-        sums if checksums else 0,
+        join_keys(wants.keys),
+        _column(wants.sizes),
+        _column(wants.kinds),
+        _column(wants.meta_lengths),
+        values,
+        wants.checksums if checksums else 0,
     )
 
 
-def _column(entries: tuple[int, ...]) -> int | tuple[int, ...]:
+def _column(entries: int | Sequence[int]) -> int | Sequence[int]:
+    if isinstance(entries, int):
+        return entries
     first = entries[0]
     return first if entries.count(first) == len(entries) else entries

@@ -16,7 +16,7 @@ from kvstore.errors import UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import STREAM_BLOCKS_MAX
 from kvstore.node import Node, NodeConfig
-from kvstore.protocol.control_requests import Want
+from kvstore.protocol.control_requests import Wants
 from kvstore.record import unpack_record
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
 from kvstore.transport.stream.security import StreamSecurity
@@ -49,7 +49,7 @@ class Place:
     def save(self, payload: bytes, key: Key | None = None, kind=Kind.BLOCK, meta=0):
         """(key, location) of a payload that is stored from here on."""
         key = key or fresh_key()
-        (slot,) = self.writer.reserve([Want(key, len(payload), kind, meta, None, 0)], 7)
+        (slot,) = self.writer.reserve(Wants([key], len(payload), kind, meta), 7)
         slot.buffer[:] = payload
         (result,) = self.writer.commit([slot])
         assert result

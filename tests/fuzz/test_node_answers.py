@@ -24,7 +24,8 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import Op
-from kvstore.protocol.control_requests import Want
+from kvstore.protocol.control_requests import Wants
+from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
 from kvstore.system.filelock import try_lock
@@ -125,7 +126,7 @@ raws = st.one_of(
 
 
 def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object]]:
-    wants = [Want(key, 100, 0, 0, None, 0) for key in KEYS]
+    wants = Wants(KEYS, 100)
     announcement = writer.link().announcement
     mine = [
         Reservation(
@@ -192,9 +193,10 @@ def test_any_answer_is_a_value_or_one_of_our_errors(
                 assert len(reservation.buffer) == 100
 
 
+@pytest.mark.parametrize("populated", [False, True])
 @pytest.mark.parametrize(("short", "granted"), [(0, True), (1, False), (1 << 40, False)])
 def test_a_slot_that_reaches_out_of_the_segment_is_no_slot(
-    broken: BrokenNode, short: int, granted: bool
+    broken: BrokenNode, short: int, granted: bool, populated: bool
 ) -> None:
     """By `short` bytes."""
     offset = SEGMENT_BYTES - 100 + short
@@ -203,7 +205,10 @@ def test_a_slot_that_reaches_out_of_the_segment_is_no_slot(
     index.announce(7, broken.announcement.pack(), 60)
     nodes = LocalNodes(broken.directory.path.parent.parent, index, "kv:a")
     writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False)
-    wants = [Want(KEYS[0], 100, 0, 0, None, 0)]
+    wants = Wants(KEYS[:1], 100)
+    shm = writer.link().shm
+    assert isinstance(shm, AttachedShm)
+    shm.is_populated = populated
     try:
         if granted:
             (reservation,) = writer.reserve(wants, NAMESPACE.id)

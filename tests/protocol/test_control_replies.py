@@ -31,7 +31,9 @@ def test_an_outcome_is_the_same_once_it_was_bytes(result):
 def test_a_nodes_answers_are_the_same_once_they_were_bytes():
     answers = [Grant(1, 2, 3), EXISTS, rejected("too large")]
     raw = control.packed([encoded(answers)])
-    assert replies.grants(3, msgpack.unpackb(raw)[0]) == answers
+    assert replies.grants(3, msgpack.unpackb(raw)[0]) == [[1, 2, 3], *answers[1:]]
+    raw = control.packed([encoded([Grant(1, 2, 3), Grant(4, 5, 6)])])
+    assert replies.grants(2, msgpack.unpackb(raw)[0]) == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_words_are_why_a_block_was_rejected():
@@ -47,6 +49,8 @@ def test_what_is_neither_a_code_nor_words_is_an_invalid_reply(answer):
 
 def test_there_is_one_outcome_for_each_block():
     assert outcomes(2, [0, "no"])[0] is STORED
+    assert outcomes(2, [1, 0]) == [EXISTS, STORED]
+    assert outcomes(0, []) == []
     for body in ([], [0], [0, 0, 0]):
         with pytest.raises(ValueError, match="expected 2 outcomes"):
             outcomes(2, body)
@@ -135,6 +139,14 @@ def test_what_is_no_list_is_said_as_it_is(answer):
     ("name", "body"),
     [
         ("whole", -1),
+        ("grants", [[1, 2]]),
+        ("grants", [[1, 2, 3, 4]]),
+        ("grants", [[1, 2, -1]]),
+        ("grants", [[1, 2, True]]),
+        ("grants", [[1, 2, 3.0]]),
+        ("outcomes", [-1]),
+        ("outcomes", [len(OUTCOMES)]),
+        ("outcomes", [False]),
         ("counters", {1: 1}),
         ("counters", {"a": "1"}),
         ("counters", {"a": True}),

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.batches import in_batches
+from kvstore.batches import in_batches, picked
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 8), st.integers(1, 100))
@@ -30,3 +30,9 @@ def test_there_are_no_more_than_needed(sizes, count, most):
 
 def test_a_range_is_cut_into_ranges():
     assert list(in_batches(range(5), 2)) == [range(2), range(2, 4), range(4, 5)]
+
+
+@given(st.lists(st.integers()), st.sets(st.integers(0, 20)))
+def test_what_is_picked_is_in_its_order(column, numbers):
+    which = [i for i in sorted(numbers) if i < len(column)]
+    assert list(picked(column, which)) == [column[i] for i in which]

@@ -267,6 +267,8 @@ class ControlChannel:
     def _acquire(self, give_up_at: float) -> None:
         """What raises in here may have the lock or not: give it back where it is this thread's."""
         try:
+            if self._lock.acquire(blocking=False):
+                return
             until = give_up_at
             if self._has_all_the_time(self._now()):
                 until = max(until, self._patient_until)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 
+from kvstore.batches import picked
 from kvstore.client.base import ReserveAnswer
 from kvstore.client.local.deadlines import each_within, in_turn, until
 from kvstore.client.local.host_writers import ROUNDS, HostWriters
@@ -32,7 +33,7 @@ from kvstore.errors import (
 )
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
-from kvstore.protocol.control_requests import Want
+from kvstore.protocol.control_requests import Wants
 from kvstore.record import unpack_record
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key, Retained, rejected
@@ -48,7 +49,7 @@ HIGHEST = frozenset({"largest_free_bytes", "oldest_reservation_s", "value_bytes_
 """Counters of nodes that are not added up."""
 
 _GONE = (NodeUnavailableError, DeadlineError)
-Share = tuple[Writer, NodeLink, list[int]]
+Share = tuple[Writer, NodeLink, Sequence[int]]
 """A node, and the numbers of the blocks that go there."""
 
 
@@ -58,29 +59,31 @@ class HostWriter(HostWriters):
     # --- what goes where --------------------------------------------------------
 
     def plan(
-        self, blocks: Sequence[tuple[Key, int]], without: Collection[NodeLink] = ()
+        self, keys: Sequence[Key], sizes: Sequence[int], without: Collection[NodeLink] = ()
     ) -> list[Share]:
-        """Return who takes which of `blocks`, (key, size in bytes); nodes that do not answer, and
-        those `without`, take none while there are others."""
+        """Return who takes which of the blocks, of these sizes in bytes; nodes that do not answer,
+        and those `without`, take none while there are others."""
         targets = [one for one in self._targets(start=True) if one[1] not in without]
         if not targets:
             raise NodeUnavailableError(nobody_here(self._name))
-        targets = [one for one in targets if not one[1].reads_only] or targets
-        targets = [one for one in targets if not one[1].control.silent] or targets
+        if len(targets) > 1:
+            targets = [one for one in targets if not one[1].reads_only] or targets
+            targets = [one for one in targets if not one[1].control.silent] or targets
         if len(targets) == 1:
             writer, link = targets[0]
-            return [(writer, link, list(range(len(blocks))))]
-        shares: dict[int, Share] = {
+            return [(writer, link, range(len(keys)))]
+        shares: dict[int, tuple[Writer, NodeLink, list[int]]] = {
             link.announcement.node_id: (writer, link, []) for writer, link in targets
         }
-        holders = self._holders([key for key, _ in blocks])
-        least = min((size_bytes for _, size_bytes in blocks), default=0)
+        blocks = list(zip(keys, sizes, strict=True))
+        holders = self._holders(keys)
+        least = min(sizes, default=0)
         homes = homes_of(blocks, holders, self._homes([link for _, link in targets], least))
         sent: dict[NodeLink, int] = {}
         for i, node_id in enumerate(homes):
             _, link, which = shares[node_id]
             which.append(i)
-            sent[link] = sent.get(link, 0) + blocks[i][1]
+            sent[link] = sent.get(link, 0) + sizes[i]
         for link, size_bytes in sent.items():
             self._free[link] = max(self._free.get(link, 0) - size_bytes, 0)
         return [share for share in shares.values() if share[2]]
@@ -126,30 +129,30 @@ class HostWriter(HostWriters):
             if len(raw) <= NAMESPACE_BYTES_MAX:
                 self.introductions[namespace.id] = raw
 
-    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
+    def reserve(self, wants: Wants, namespace_id: int) -> list[ReserveAnswer]:
         """Return a slot, or what became of it, for each of `wants`. Raises `NodeUnavailableError`
         or `DeadlineError` when no node answered: then nothing is reserved."""
-        if not wants:
+        if not wants.keys:
             return []
         answers: list[ReserveAnswer | None] = [None] * len(wants)
-        todo = list(range(len(wants)))
+        todo: Sequence[int] = range(len(wants))
+        sizes = wants.each_size()
         without: set[NodeLink] = set()
         failure: PeerError | None = None
         each_s = 0.0
         give_back = partial(abort, timeout_s=self.timeout_s, now=self._now)
         try:
             for _ in range(ROUNDS):
-                blocks = [(wants[i].key, wants[i].size_bytes) for i in todo]
                 try:
-                    plan = self.plan(blocks, without)
+                    plan = self.plan(picked(wants.keys, todo), picked(sizes, todo), without)
                 except NodeUnavailableError as e:
                     failure = failure or e
                     break
-                shares = [(writer, link, [todo[i] for i in which]) for writer, link, which in plan]
-                todo = []
+                shares = [(writer, link, picked(todo, which)) for writer, link, which in plan]
+                left: list[int] = []
                 each_s = each_s or self.each_s()
                 posts = [
-                    partial(writer.reserve_later, [wants[i] for i in which], namespace_id)
+                    partial(writer.reserve_later, wants.of(which), namespace_id)
                     for writer, _, which in shares
                 ]
                 with each_within(each_s):
@@ -161,9 +164,10 @@ class HostWriter(HostWriters):
                         continue
                     failure = answer
                     without.add(link)
-                    todo += which
-                if not todo:
+                    left += which
+                if not left:
                     break
+                todo = sorted(left)
         except BaseException:
             give_back([answer for answer in answers if answer is not None])
             raise

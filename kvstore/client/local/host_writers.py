@@ -212,6 +212,8 @@ class HostWriters:
 
     def each_s(self) -> float:
         """Return how long a request to save may take, so that there is time to ask another node."""
+        if len(self._found) == 1:
+            return self.timeout_s
         links = [w.linked for w in self._found if w.linked is not None]
         healthy = sum(
             self._name in (None, link.announcement.name) and not link.control.silent

@@ -174,6 +174,24 @@ class NodeLink:
         self._aside[slot] = (generation, offset, os.getpid())
         return memoryview(bytearray(size_bytes))
 
+    def buffers(
+        self, grants: Sequence[Sequence[int]], sizes: Sequence[int]
+    ) -> list[memoryview] | None:
+        """`buffer` for each (slot, generation, offset) of its size; None when one has none."""
+        shm, payload = self.shm, self.payload
+        if isinstance(shm, AttachedShm) and shm.is_populated:
+            ends = [grant[2] + size for grant, size in zip(grants, sizes, strict=True)]
+            if max(ends, default=0) > len(payload):
+                return None
+            return [payload[grant[2] : end] for grant, end in zip(grants, ends, strict=True)]
+        found: list[memoryview] = []
+        for (slot, generation, offset), size_bytes in zip(grants, sizes, strict=True):
+            buffer = self.buffer(slot, generation, offset, size_bytes)
+            if buffer is None:
+                return None
+            found.append(buffer)
+        return found
+
     def filled(self, reservations: Sequence[Reservation]) -> bool:
         """Return whether what was written to these buffers is in their slots now, which are still
         held."""

@@ -25,10 +25,10 @@ from kvstore.limits import BATCH_KEYS_MAX, CUDA_IPC_OPEN_S, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.protocol.control import Op, join_keys
 from kvstore.protocol.control_replies import InvalidReplyError, grants, outcomes, whole
-from kvstore.protocol.control_requests import Want, reserve_arguments
+from kvstore.protocol.control_requests import Wants, reserve_arguments
 from kvstore.system.fork import in_each_child
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
-from kvstore.types import Key, Kind, PutResult, rejected
+from kvstore.types import Key, PutResult, rejected
 
 NOBODY = rejected("no node of this host owns VRAM of this device")
 GONE = rejected("the node in VRAM that granted it is gone")
@@ -210,8 +210,7 @@ class _Start:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[DeviceReservation | PutResult]:
-        wants = [Want(key, size_bytes, Kind.BLOCK, 0, None, 0) for key in keys]
-        arguments = reserve_arguments(wants, namespace_id, checksums=False)
+        arguments = reserve_arguments(Wants(keys, size_bytes), namespace_id, checksums=False)
         granted = Granted()
         try:
             accept = partial(self._granted, granted, keys, size_bytes)

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from typing import TypeVar
+from itertools import chain, repeat
+from typing import TypeVar, cast
 
 import xxhash
 
-from kvstore.batches import in_batches
+from kvstore.batches import in_batches, picked
 from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.control import Accept, Answer, ControlChannel, Ticket
 from kvstore.client.local.link import Granted, GrantedPins, Holdings, NodeLink
@@ -45,7 +45,7 @@ from kvstore.protocol.control_replies import (
     retained,
     whole,
 )
-from kvstore.protocol.control_requests import Want, reserve_arguments
+from kvstore.protocol.control_requests import Wants, reserve_arguments
 from kvstore.record import slot_of, unpack_record
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
@@ -214,19 +214,19 @@ class Writer:
 
     # --- saving -----------------------------------------------------------
 
-    def reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
+    def reserve(self, wants: Wants, namespace_id: int) -> list[ReserveAnswer]:
         """Return a slot, or what became of it, for each of `wants`; one request per
         `BATCH_KEYS_MAX`."""
         answers: list[ReserveAnswer] = []
         try:
-            for batch in in_batches(wants, BATCH_KEYS_MAX):
-                answers += self._reserve(batch, namespace_id)
+            for batch in in_batches(range(len(wants)), BATCH_KEYS_MAX):
+                answers += self._reserve(wants.of(batch), namespace_id)
         except BaseException:
             self.abort([answer for answer in answers if isinstance(answer, Reservation)])
             raise
         return answers
 
-    def _reserve(self, wants: Sequence[Want], namespace_id: int) -> list[ReserveAnswer]:
+    def _reserve(self, wants: Wants, namespace_id: int) -> list[ReserveAnswer]:
         try:
             return self.reserve_later(wants, namespace_id)()
         except NodeUnavailableError:
@@ -244,10 +244,10 @@ class Writer:
         if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
             link.introduced.add(namespace_id)
 
-    def reserve_later(self, wants: Sequence[Want], namespace_id: int) -> Later[ReserveAnswer]:
+    def reserve_later(self, wants: Wants, namespace_id: int) -> Later[ReserveAnswer]:
         """`reserve` in two steps: sent now, answered when called. What one request cannot carry
         is asked and answered at once. Call it, or the slots stay reserved."""
-        if len(wants) > BATCH_KEYS_MAX:
+        if len(wants.keys) > BATCH_KEYS_MAX:
             return answered(partial(self.reserve, wants, namespace_id))
         link = self.link()
         if link.reads_only:
@@ -296,27 +296,25 @@ class Writer:
             raise
 
     def _granted(
-        self, granted: Granted, wants: Sequence[Want], link: NodeLink, raw: object
+        self, granted: Granted, wants: Wants, link: NodeLink, raw: object
     ) -> list[ReserveAnswer]:
         """Return what the node's answer means; from here on the slots count as held."""
         node_id, epoch = link.announcement.node_id, link.announcement.epoch
         if link.shm is None:
             raise InvalidReplyError("an answer of a node that is gone")
-        answers: list[ReserveAnswer] = []
-        for want, answer in zip(wants, grants(len(wants), raw), strict=True):
-            if not isinstance(answer, PutResult):
-                slot, generation, offset = answer
-                buffer = link.buffer(slot, generation, offset, want.size_bytes)
-                if buffer is None:
-                    raise InvalidReplyError(
-                        "a slot outside the segment, whose file may have been cut"
-                    )
-                answers.append(
-                    Reservation(want.key, buffer, self, node_id, epoch, slot, generation)
-                )
-            else:
-                answers.append(answer)
-        handles = [(a.slot, a.generation) for a in answers if isinstance(a, Reservation)]
+        told = grants(len(wants), raw)
+        answers = cast("list[ReserveAnswer]", list(told))  # once the grants among them are replaced
+        which = [i for i, answer in enumerate(told) if type(answer) is list]
+        if not which:
+            return answers
+        rows = cast("Sequence[list[int]]", picked(told, which))
+        buffers = link.buffers(rows, picked(wants.each_size(), which))
+        if buffers is None:
+            raise InvalidReplyError("a slot outside the segment, whose file may have been cut")
+        handles = [(slot, generation) for slot, generation, _ in rows]
+        keys = picked(wants.keys, which)
+        for i, key, buffer, (slot, generation) in zip(which, keys, buffers, handles, strict=True):
+            answers[i] = Reservation(key, buffer, self, node_id, epoch, slot, generation)
         granted.note(link.held, handles)
         return answers
 
@@ -343,20 +341,21 @@ class Writer:
         is asked and answered at once."""
         if len(reservations) > BATCH_KEYS_MAX:
             return answered(partial(self.commit, reservations))
-        digest = xxhash.xxh3_64_intdigest if self._checksums else None
-        items = [
-            (r.slot, r.generation, 0 if digest is None else digest(r.buffer)) for r in reservations
-        ]
+        sums: Iterable[int] = repeat(0)
+        if self._checksums:
+            sums = [xxhash.xxh3_64_intdigest(r.buffer) for r in reservations]
         filled = all(link.filled(reservations) for link in self.links())
         # Whatever becomes of the request: these buffers are not written any more.
         if not filled:
             self.abort(reservations)
             raise NodeUnavailableError("the node's memory cannot be written to")
-        self._forget(reservations)
+        forgotten = self._forget(reservations)
         link = self.link()
-        if len(_of_node(link, reservations)) < len(reservations):
+        handles = forgotten.get(link, [])
+        if len(handles) < len(reservations):
             self.abort(reservations)  # those of this start, which nobody holds any more
             raise NodeUnavailableError("the node that reserved these slots is gone")
+        items = [(slot, gen, checksum) for (slot, gen), checksum in zip(handles, sums)]  # noqa: B905
         ticket = self._post(link, Op.COMMIT, items, accept=partial(outcomes, len(items)))
         return partial(self._collect, link, ticket)
 
@@ -374,10 +373,13 @@ class Writer:
             for batch in in_batches(items, BATCH_KEYS_MAX):
                 link.control.request(op, batch)
 
-    def _forget(self, reservations: Sequence[Reservation]) -> None:
-        for link in self.links():
-            link.held.reserved.difference_update(_of_node(link, reservations))
+    def _forget(self, reservations: Sequence[Reservation]) -> dict[NodeLink, list[tuple[int, int]]]:
+        """They are not held any more: (slot, generation) of each, by the start that granted it."""
+        handles = {link: _of_node(link, reservations) for link in self.links()}
+        for link, its in handles.items():
+            link.held.reserved.difference_update(its)
         self._settle()
+        return handles
 
     def links(self) -> list[NodeLink]:
         """Return the link to the node, and those to its former starts while something there is in
@@ -601,5 +603,7 @@ def _is_start(link: NodeLink, announcement: Announcement) -> bool:
 
 def _of_node(link: NodeLink, reservations: Sequence[Reservation]) -> list[tuple[int, int]]:
     """(slot, generation) of those that this start of this node has granted."""
-    node = (link.announcement.node_id, link.announcement.epoch)
-    return [(r.slot, r.generation) for r in reservations if (r.node_id, r.epoch) == node]
+    node_id, epoch = link.announcement.node_id, link.announcement.epoch
+    return [
+        (r.slot, r.generation) for r in reservations if r.epoch == epoch and r.node_id == node_id
+    ]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from itertools import zip_longest
-from typing import TypeVar
+from operator import add
+from typing import TypeVar, cast
 
 import xxhash
 
-from kvstore.batches import in_batches
+from kvstore.batches import in_batches, picked
 from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.deadlines import connecting, each_within, in_turn
 from kvstore.client.local.host_writer import HostWriter
@@ -21,7 +22,7 @@ from kvstore.client.values.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.machine import Machine
-from kvstore.protocol.control_requests import Want
+from kvstore.protocol.control_requests import Wants
 from kvstore.segment import batch_read
 from kvstore.types import IN_PROGRESS, NO_SPACE, Key, PutResult, rejected
 
@@ -79,29 +80,36 @@ def save(
     checksums: bool,
 ) -> list[PutResult]:
     """Put `payloads` under `keys`. What the node that it was meant for could not be asked goes
-    to another; where none can be reached, all is rejected."""
-    results: list[PutResult] = [IN_PROGRESS] * len(keys)
-    todo = list(range(len(keys)))
-    sizes = [payload.size_bytes for payload in payloads]
+    to another; where none can be reached any more, that is rejected.
+
+    Raises `NodeUnavailableError` when there is no node on this host: then nothing was saved.
+    """
+    if not keys:
+        return []
+    values = _Values(keys, payloads)
+    results: list[PutResult | None] = [IN_PROGRESS] * len(keys)
+    todo: Sequence[int] = range(len(keys))
     without: set[NodeLink] = set()
     each_s = 0.0
     for _ in range(ROUNDS):
-        blocks = [(keys[i], sizes[i]) for i in todo]
         try:
-            plan = host.plan(blocks, without)
-        except NodeUnavailableError as e:
+            plan = host.plan(picked(keys, todo), picked(values.sizes, todo), without)
+        except NodeUnavailableError:
             if not without:
-                results = [rejected(str(e))] * len(keys)
+                raise
             break
         shares = [
-            _Share(link, writer, namespace_id, [todo[i] for i in which], keys, payloads, checksums)
+            _Share(link, writer, namespace_id, picked(todo, which), values, checksums)
             for writer, link, which in plan
         ]
         each_s = each_s or host.each_s()
-        with each_within(each_s):
+        with each_within(each_s) if each_s < host.timeout_s else nullcontext():
             _run(shares, host.timeout_s, host.machine)
         todo = []
         for share in shares:
+            if len(share.results) == len(keys) and None not in share.results:
+                results = share.results  # of the only one
+                break
             for i, result in zip_longest(share.which, share.results):
                 results[i] = rejected(str(share.failure)) if result is None else result
                 if result is None:
@@ -109,10 +117,11 @@ def save(
                     without.add(share.link)
         if not todo:
             break
-    if len(keys) > 1 and sum(sizes) >= PART_BYTES_MIN:
+        todo.sort()
+    if len(keys) > 1 and sum(values.sizes) >= PART_BYTES_MIN:
         # What went in several requests was sealed head first: the end of a run would outlive it.
         host.touch(keys, host.machine.monotonic(), at_once=True)
-    return results
+    return cast("list[PutResult]", results)
 
 
 def _run(shares: Sequence[_Share], timeout_s: float, machine: Machine) -> None:
@@ -127,12 +136,26 @@ def _run(shares: Sequence[_Share], timeout_s: float, machine: Machine) -> None:
 
 
 def _begun(shares: Sequence[_Share], timeout_s: float, machine: Machine) -> list[_Share]:
+    if len(shares) == 1:
+        return [share for share in shares if share.begin()]  # nobody else needs the time
     begun: list[_Share] = []
     for share, by in in_turn(shares, timeout_s, machine.monotonic):
         with connecting(by):
             if share.begin():
                 begun.append(share)
     return begun
+
+
+class _Values:
+    """What one call saves, column by column."""
+
+    __slots__ = ("datas", "keys", "kinds", "metas", "sizes")
+
+    def __init__(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> None:
+        self.keys = keys
+        self.datas, self.metas, self.kinds = zip(*payloads, strict=True)
+        self.sizes = list(map(add, map(len, self.datas), map(len, self.metas)))
+        """In bytes, with the description."""
 
 
 class _Share:
@@ -144,8 +167,7 @@ class _Share:
         writer: Writer,
         namespace_id: int,
         which: Sequence[int],
-        keys: Sequence[Key],
-        payloads: Sequence[Payload],
+        values: _Values,
         checksums: bool,
     ) -> None:
         self.link = link
@@ -156,15 +178,9 @@ class _Share:
         self.failure: PeerError | None = None
         self._writer = writer
         self._namespace_id = namespace_id
-        self._keys = [keys[i] for i in which]
-        self._payloads = [payloads[i] for i in which]
+        self._values = values
         self._checksums = checksums
-        self._windows = in_batches(
-            range(len(which)),
-            BATCH_KEYS_MAX,
-            lambda i: self._payloads[i].size_bytes,
-            WINDOW_BYTES,
-        )
+        self._windows = in_batches(which, BATCH_KEYS_MAX, values.sizes.__getitem__, WINDOW_BYTES)
         self._window: _Window | None = None
 
     def begin(self) -> bool:
@@ -172,10 +188,8 @@ class _Share:
         window = None if self.failure is not None else next(self._windows, None)
         if window is None:
             return False
-        payloads = [self._payloads[i] for i in window]
-        keys = [self._keys[i] for i in window]
-        wants = _wants(keys, payloads, self.link.inline_bytes, self._checksums)
-        self._window = _Window(self._writer, self._namespace_id, wants, payloads)
+        wants, datas, metas = _wants(self._values, window, self.link.inline_bytes, self._checksums)
+        self._window = _Window(self._writer, self._namespace_id, wants, datas, metas)
         try:
             self._window.begin()
         except _GONE as e:
@@ -199,9 +213,9 @@ def _with_patience(window: _Window, machine: Machine) -> list[PutResult | None]:
     """Try again what found every slot reserved: reservations are short, and some were ours."""
     results = window.finish()
     for attempt in range(NO_SPACE_TRIES):
-        again = [i for i, result in enumerate(results) if result is NO_SPACE]
-        if not again:
+        if NO_SPACE not in results:
             break
+        again = [i for i, result in enumerate(results) if result is NO_SPACE]
         if len(again) == len(results):
             machine.sleep(NO_SPACE_WAIT_S * 2**attempt)
         further = window.of(again)
@@ -212,22 +226,39 @@ def _with_patience(window: _Window, machine: Machine) -> list[PutResult | None]:
 
 
 def _wants(
-    keys: Sequence[Key], payloads: Sequence[Payload], inline_max: int, checksums: bool
-) -> list[Want]:
-    wants: list[Want] = []
+    values: _Values, which: Sequence[int], inline_max: int, checksums: bool
+) -> tuple[Wants, Sequence[memoryview], Sequence[bytes]]:
+    """What is asked of the node for some of the values, and their bytes and descriptions."""
+    keys, sizes = picked(values.keys, which), picked(values.sizes, which)
+    datas, metas = picked(values.datas, which), picked(values.metas, which)
+    inline: list[bytes | None] | None = None
+    sums: int | list[int] = 0
+    if len(keys) == 1 or min(sizes) <= inline_max:
+        inline = _inline(datas, metas, inline_max)
+        if checksums:
+            digest = xxhash.xxh3_64_intdigest
+            sums = [0 if value is None else digest(value) for value in inline]
+    lengths = list(map(len, metas)) if any(metas) else 0
+    wants = Wants(keys, sizes, picked(values.kinds, which), lengths, inline, sums)
+    return wants, datas, metas
+
+
+def _inline(
+    datas: Sequence[memoryview], metas: Sequence[bytes], inline_max: int
+) -> list[bytes | None]:
+    """What travels in the request, None for what does not."""
+    values: list[bytes | None] = []
     inline_room = INLINE_WINDOW_BYTES
-    lone_max = inline_max * LONE_INLINE_FACTOR if len(keys) == 1 else 0
-    for key, payload in zip(keys, payloads, strict=True):
-        value, checksum = None, 0
-        data, meta, kind = payload
+    lone_max = inline_max * LONE_INLINE_FACTOR if len(datas) == 1 else 0
+    for data, meta in zip(datas, metas, strict=True):
         size_bytes = data.nbytes + len(meta)
         small = size_bytes <= inline_max or 0 < data.nbytes <= lone_max
         if small and size_bytes <= inline_room:
             inline_room -= size_bytes
-            value = data.tobytes() + meta
-            checksum = xxhash.xxh3_64_intdigest(value) if checksums else 0
-        wants.append(Want(key, size_bytes, kind, len(meta), value, checksum))
-    return wants
+            values.append(data.tobytes() + meta)
+        else:
+            values.append(None)
+    return values
 
 
 class _Window:
@@ -237,24 +268,27 @@ class _Window:
         self,
         writer: Writer,
         namespace_id: int,
-        wants: Sequence[Want],
-        payloads: Sequence[Payload],
+        wants: Wants,
+        datas: Sequence[memoryview],
+        metas: Sequence[bytes],
     ) -> None:
         self._writer = writer
         self._namespace_id = namespace_id
         self._wants = wants
-        self._payloads = payloads
-        self._results: list[PutResult | None] = [None] * len(wants)
+        self._datas = datas
+        self._metas = metas
+        self._results: list[PutResult | None] = [None] * len(wants.keys)
         self.failure: PeerError | None = None
-        self._commits: list[tuple[list[int], Later[PutResult]]] = []
+        self._commits: list[tuple[Sequence[int], Later[PutResult]]] = []
         self._parts = self._divided(wants)
         self._ahead: Later[ReserveAnswer] | None = None
         """The answer to what was asked for and is not written yet."""
 
     def of(self, which: Sequence[int]) -> _Window:
         """Return a new window, of some of the values of this one."""
-        wants = [self._wants[i] for i in which]
-        return _Window(self._writer, self._namespace_id, wants, [self._payloads[i] for i in which])
+        wants = self._wants.of(which)
+        datas, metas = picked(self._datas, which), picked(self._metas, which)
+        return _Window(self._writer, self._namespace_id, wants, datas, metas)
 
     def run(self) -> list[PutResult | None]:
         """`begin` and `finish`; raises nothing for a peer's fault."""
@@ -268,7 +302,7 @@ class _Window:
     def begin(self) -> None:
         """Ask for the slots of the first part."""
         check_wanted()  # small values travel in the request, and are then stored
-        self._ahead = self._writer.reserve_later(self._wants[self._parts[0]], self._namespace_id)
+        self._ahead = self._writer.reserve_later(self._wants.of(self._parts[0]), self._namespace_id)
 
     def finish(self) -> list[PutResult | None]:
         """Return what became of each; None where the node went away or hangs: what it may still
@@ -280,12 +314,12 @@ class _Window:
                 answers = ahead()
                 try:
                     if i + 1 < len(self._parts):
-                        wants = self._wants[self._parts[i + 1]]
+                        wants = self._wants.of(self._parts[i + 1])
                         self._ahead = self._writer.reserve_later(wants, self._namespace_id)
                 except BaseException:
                     self._writer.abort([a for a in answers if isinstance(a, Reservation)])
                     raise
-                self._write(part.start, answers)
+                self._write(part, answers)
         except _GONE as e:
             self.failure = e
         finally:
@@ -301,29 +335,27 @@ class _Window:
                 self._writer.abort([a for a in ahead() if isinstance(a, Reservation)])
 
     @staticmethod
-    def _divided(wants: Sequence[Want]) -> list[slice]:
-        count = len(wants)
-        total_bytes = sum(want.size_bytes for want in wants if want.value is None)
-        parts = max(1, min(PARTS, count, total_bytes // PART_BYTES_MIN))
+    def _divided(wants: Wants) -> list[range]:
+        count, values, sizes = len(wants.keys), wants.values, wants.each_size()
+        if sum(sizes) < 2 * PART_BYTES_MIN:
+            return [range(count)]
+        if values is not None:
+            sizes = [size for size, value in zip(sizes, values, strict=True) if value is None]
+        parts = max(1, min(PARTS, count, sum(sizes) // PART_BYTES_MIN))
         step = -(-count // parts)
-        return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+        return [range(i, min(i + step, count)) for i in range(0, count, step)]
 
-    def _write(self, first: int, answers: Sequence[ReserveAnswer]) -> None:
+    def _write(self, part: range, answers: Sequence[ReserveAnswer]) -> None:
         """Copy into what was granted and send the commit on its way."""
-        places: list[int] = []
-        granted: list[Reservation] = []
         try:
-            for i, answer in enumerate(answers, first):
-                if isinstance(answer, Reservation):
-                    places.append(i)
-                    granted.append(answer)
-                else:
-                    self._results[i] = answer
+            places, granted = self._granted(part, answers)
             if not granted:
                 return
-            slots = [(self._payloads[i], r.buffer) for i, r in zip(places, granted, strict=True)]
-            for some in in_batches(slots, BATCH_KEYS_MAX, lambda slot: len(slot[1]), COPY_BYTES):
-                _fill(some)
+            datas, metas = picked(self._datas, places), picked(self._metas, places)
+            sizes = [len(r.buffer) for r in granted]
+            every = range(len(granted))
+            for some in in_batches(every, BATCH_KEYS_MAX, sizes.__getitem__, COPY_BYTES):
+                _fill(picked(datas, some), picked(metas, some), picked(granted, some))
                 check_wanted()
             self._commits.append((places, self._writer.commit_later(granted)))
         except PeerError:  # of the commit: it has given them up
@@ -331,6 +363,17 @@ class _Window:
         except BaseException:  # interrupted, perhaps in the commit: then it is given up or done
             self._writer.abort([a for a in answers if isinstance(a, Reservation)])
             raise
+
+    def _granted(
+        self, part: range, answers: Sequence[ReserveAnswer]
+    ) -> tuple[Sequence[int], Sequence[Reservation]]:
+        """Which have a slot to be written to, and what it is; the others' results are noted."""
+        granted = [answer for answer in answers if isinstance(answer, Reservation)]
+        if len(granted) == len(answers):
+            return part, granted
+        for i, answer in zip(part, answers, strict=True):
+            self._results[i] = None if isinstance(answer, Reservation) else answer
+        return [i for i in part if self._results[i] is None], granted
 
     def _collect(self) -> None:
         for places, outcomes in self._commits:
@@ -341,15 +384,15 @@ class _Window:
                 self.failure = e
 
 
-def _fill(slots: Sequence[tuple[Payload, memoryview]]) -> None:
+def _fill(
+    datas: Sequence[memoryview], metas: Sequence[bytes], slots: Sequence[Reservation]
+) -> None:
     """Copy each value over its slot, which is as large as it is with its description."""
-    targets: list[memoryview] = []
-    sources: list[memoryview] = []
-    for (data, meta, _), slot in slots:
-        sources.append(data)
-        if meta:
-            targets += (slot[: data.nbytes], slot[data.nbytes :])
-            sources.append(memoryview(meta))
-        else:
-            targets.append(slot)
+    targets, sources = [slot.buffer for slot in slots], list(datas)
+    if any(metas):
+        for i, (data, meta) in enumerate(zip(datas, metas, strict=True)):
+            if meta:
+                slot, targets[i] = targets[i], targets[i][: data.nbytes]
+                targets.append(slot[data.nbytes :])
+                sources.append(memoryview(meta))
     batch_read.READER.copy_each(targets, sources)

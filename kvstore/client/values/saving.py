@@ -12,10 +12,10 @@ from kvstore.client.session import BlockSession
 from kvstore.client.values.existing import drop_remote, others_elsewhere, told_apart
 from kvstore.client.values.put_pipeline import check_wanted, save
 from kvstore.client.values.tensors import Payload
-from kvstore.errors import NoSpaceError, PeerError
+from kvstore.errors import NodeUnavailableError, NoSpaceError, PeerError
 from kvstore.limits import REPLACE_TRIES
 from kvstore.transport.stream.requests import SavePayload
-from kvstore.types import Key, Location, PutResult, PutStatus, rejected
+from kvstore.types import EXISTS, Key, Location, PutResult, PutStatus, rejected
 
 DROP_PART_S_MIN = 0.1
 """What a node of another host has to say that it dropped a value, while there is time left."""
@@ -37,7 +37,7 @@ class ValueSaver:
         left of the time that saving may take."""
         began = self._now()
         results = self.save(keys, payloads)
-        if all(result.status is not PutStatus.EXISTS for result in results):
+        if EXISTS not in results:
             return results
         return self._told_apart(keys, payloads, results, began + self._timeout_s(payloads))
 
@@ -88,14 +88,15 @@ class ValueSaver:
 
         Raises `NoSpaceError` where the node that this client is to start finds no room.
         """
-        no_node = self._writer.no_node()
-        if no_node is None:
-            checksums = self._session.verify == "always"
+        checksums = self._session.verify == "always"
+        try:
             return save(self._writer, self._namespace_id, keys, payloads, checksums=checksums)
-        if isinstance(no_node.__cause__, NoSpaceError):
-            # Nobody else will say it: this client was to start the node.
-            raise NoSpaceError(str(no_node)) from no_node
-        return self._save_remotely(keys, payloads, str(no_node))
+        except NodeUnavailableError as e:
+            if isinstance(e.__cause__, NoSpaceError):
+                # Nobody else will say it: this client was to start the node.
+                raise NoSpaceError(str(e)) from e
+            no_node = str(e)
+        return self._save_remotely(keys, payloads, no_node)
 
     def delete(self, key: Key) -> bool:
         """As `Client.delete`."""

@@ -25,6 +25,7 @@ _NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d{1,9}(\[\w{1,8}\])?", re.ASCII)
 _COMMON_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)", re.ASCII)
 _ML_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
 _PLAIN_TYPES = frozenset((bytes, bytearray, memoryview))
+_BYTES = Kind.BYTES  # looked up once: an enumeration's members are slow to find
 EMPTY = b"\xc0"
 """Meta of an empty value: a slot cannot have zero bytes."""
 
@@ -45,7 +46,7 @@ def encode(value: Value) -> Payload:
     """Return a value as what is saved of it. Raises `UsageError` for what has no plain bytes."""
     if type(value) in _PLAIN_TYPES:
         data = as_bytes("value", value)
-        return Payload(data, b"" if data.nbytes else EMPTY, Kind.BYTES)
+        return Payload(data, b"" if data.nbytes else EMPTY, _BYTES)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         data = tensor_bytes("value", value)

@@ -31,7 +31,7 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.vram import VramNode
-from kvstore.protocol.control_requests import Want
+from kvstore.protocol.control_requests import Wants
 from kvstore.record import unpack_record
 from kvstore.testing.cuda import ModelCuda
 from kvstore.transport.nixl.process import installed
@@ -127,7 +127,7 @@ def save_blocks(node: Node, run_dir: Path) -> list[tuple[str, list[int]]]:
     blocks = []
     for number in range(BLOCKS):
         key, payload = secrets.token_bytes(32), payload_of(number)
-        (slot,) = writer.reserve([Want(key, BLOCK_BYTES, Kind.BLOCK, 0, None, 0)], 1)
+        (slot,) = writer.reserve(Wants([key], BLOCK_BYTES), 1)
         assert isinstance(slot, Reservation), slot
         slot.buffer[:] = payload
         assert writer.commit([slot])[0]

@@ -248,7 +248,7 @@ NAMES = [f"name{number}" for number in range(100)]
 
 
 def first_asked(session: BlockSession, key: bytes, size_bytes: int) -> str:
-    ((_, link, _),) = session.writer.plan([(key, size_bytes)])
+    ((_, link, _),) = session.writer.plan([key], [size_bytes])
     return link.announcement.name
 
 
@@ -378,7 +378,7 @@ def test_who_tells_a_node_something_where_there_is_none_holds_back_no_save(
         assert len(looks) == 1
         for _ in range(2):
             with pytest.raises(NodeUnavailableError):
-                session.writer.plan([(bytes(32), 1)])
+                session.writer.plan([bytes(32)], [1])
         assert len(looks) == 2, "a save looks once more, and the next one not so soon"
         session.writer.touch([], session.machine.monotonic(), at_once=True)
         assert len(looks) == 2

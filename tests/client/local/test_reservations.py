@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local import writer as writer_module
 from kvstore.client.local.control import ControlChannel, Ticket
 from kvstore.client.local.link import Granted, Holdings
-from kvstore.client.local.writer import Want
+from kvstore.client.local.writer import Wants
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.protocol.control import Op
 from kvstore.transport.stream.security import StreamSecurity
@@ -128,7 +128,7 @@ def test_when_the_second_request_of_a_reserve_fails_nothing_is_reserved(
     (writer,) = patient.writer.writers()
     reserve = writer.reserve_later
 
-    def fails_for_one(wants: Sequence[Want], namespace_id: int) -> Later[ReserveAnswer]:
+    def fails_for_one(wants: Wants, namespace_id: int) -> Later[ReserveAnswer]:
         if len(wants) == 1:
             raise DeadlineError("the node did not answer in time")
         return reserve(wants, namespace_id)
@@ -175,7 +175,7 @@ def test_an_answer_that_is_interrupted_on_its_way_to_the_caller_is_nobodys(
         collect(self, ticket)
         raise KeyboardInterrupt
 
-    wants = [Want(key, LENGTH, 0, 0, None, 0) for key in KEYS]
+    wants = Wants(KEYS, LENGTH)
     with monkeypatch.context() as patched:
         patched.setattr(ControlChannel, "collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -265,8 +265,8 @@ def test_a_slot_that_reaches_out_of_the_segment_is_granted_to_nobody(
 ) -> None:
     """A view of it would be shorter than the block, and what follows another's memory."""
     last = len(patient.writer.link().payload) - LENGTH
-    monkeypatch.setattr(writer_module, "grants", lambda count, raw: [(0, 1, last)])
+    monkeypatch.setattr(writer_module, "grants", lambda count, raw: [[0, 1, last]])
     assert len(reserved(patient, KEYS[0]).buffer) == LENGTH
-    monkeypatch.setattr(writer_module, "grants", lambda count, raw: [(0, 1, last + 1)])
+    monkeypatch.setattr(writer_module, "grants", lambda count, raw: [[0, 1, last + 1]])
     with pytest.raises(NodeUnavailableError):
         reserved(patient, KEYS[1])

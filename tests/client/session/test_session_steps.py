@@ -9,8 +9,9 @@ from kvstore.client.base import BlockRef
 from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.session import BlockSession
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError
+from kvstore.protocol.control_requests import Wants
 from kvstore.transport.select import SHM, TRANSPORTS
-from kvstore.types import Location
+from kvstore.types import Kind, Location
 
 NOW = 100.0
 HERE = SimpleNamespace(buffer=b"12345")
@@ -160,11 +161,10 @@ def test_saves_go_elsewhere_only_where_there_is_no_node_here():
     assert session.reserve([key_of(0)], 5, 1) == ["elsewhere"]
     wants = []
     session.writer = SimpleNamespace(
-        no_node=lambda: None, reserve=lambda asked, _: wants.extend(asked) or ["here"]
+        no_node=lambda: None, reserve=lambda asked, _: wants.append(asked) or ["here"]
     )
     assert session.reserve([key_of(0)], 5, 1) == ["here"]
-    assert [tuple(want)[:5] for want in wants] == [(key_of(0), 5, 0, 0, None)]
-    assert wants[0][5] == 0
+    assert wants == [Wants([key_of(0)], 5, Kind.BLOCK, 0, None, 0)]
 
 
 def test_where_no_host_takes_a_save_both_reasons_are_told():

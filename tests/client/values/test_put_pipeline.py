@@ -18,7 +18,7 @@ from kvstore.index.memory import MemoryIndex
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import Node
 from kvstore.protocol.control import Op
-from kvstore.protocol.control_requests import Want
+from kvstore.protocol.control_requests import Wants
 from kvstore.segment import batch_read
 from kvstore.types import Kind, PutStatus
 
@@ -60,8 +60,8 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def want(number: int, size_bytes: int = 40_000) -> Want:
-    return Want(key(number), size_bytes, Kind.BYTES, 0, None, 0)
+def want(number: int, size_bytes: int = 40_000) -> Wants:
+    return Wants([key(number)], size_bytes, Kind.BYTES)
 
 
 def save(writer, values):
@@ -188,7 +188,7 @@ def test_slots_are_held_before_any_other_thread_can_reconnect(writer, monkeypatc
         return answer
 
     monkeypatch.setattr(control, "request", interrupted)
-    (reservation,) = writer.reserve([want(1)], NAMESPACE)
+    (reservation,) = writer.reserve(want(1), NAMESPACE)
     reservation.buffer[:] = bytes(40_000)
     assert savers.commit([reservation], 10.0, time.monotonic)[0].status is PutStatus.STORED
 
@@ -212,7 +212,7 @@ def test_pins_are_held_before_any_other_thread_can_reconnect(writer, monkeypatch
 
 def test_what_could_not_be_said_on_a_busy_channel_is_said_by_the_next_connection(writer):
     """Found by the simulation: the slot was nobody's until the client's end."""
-    granted = writer.reserve([want(1)], NAMESPACE)
+    granted = writer.reserve(want(1), NAMESPACE)
     channel = writer.link().control
     channel._timeout_s = 0.05
     with channel._lock, pytest.raises(DeadlineError):
@@ -259,7 +259,7 @@ def test_what_was_on_its_way_fails_with_its_connection(writer):
 def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
     """Its grants are told to nobody, so the next connection says that they are not held."""
     writer.stats()  # the first answer of a node is waited for longer
-    later = writer.writers()[0].reserve_later([want(1)], NAMESPACE)
+    later = writer.writers()[0].reserve_later(want(1), NAMESPACE)
     control = writer.link().control
     done = threading.Event()
 
@@ -298,7 +298,7 @@ def test_slots_granted_before_a_request_that_fails_are_given_back(writer, monkey
 
 def test_a_commit_with_slots_of_a_former_start_gives_back_the_others(writer):
     one = writer.writers()[0]
-    (mine,) = one.reserve([want(1)], NAMESPACE)
+    (mine,) = one.reserve(want(1), NAMESPACE)
     former = mine._replace(epoch=mine.epoch - 1)
     with pytest.raises(NodeUnavailableError):
         one.commit_later([former, mine])
