@@ -22,6 +22,17 @@ class Memory(NamedTuple):
     """Tensors that the parts lie in, when they are not the pool's."""
 
 
+class PageForm(NamedTuple):
+    """What SGLang gives a storage of a page of some pool."""
+
+    sizes_bytes: list[int]
+    """Of each part."""
+    flat: bool = False
+    """SGLang copies each page whole, because its memory cannot be named."""
+    empty: bool = False
+    """There is no memory: DeepSeek-V4's pool of whole tokens only counts them."""
+
+
 class PoolPages:
     """Keeps pages of one host pool, under SGLang's hashes, in as many pieces as there are
     `namespaces`: one, or one for each group of heads that ranks of other sizes have as theirs.
@@ -30,13 +41,12 @@ class PoolPages:
     """
 
     def __init__(
-        self, store: HostBlockStore, pool: Any, namespaces: Sequence[Namespace], *, flat: bool
+        self, store: HostBlockStore, pool: Any, namespaces: Sequence[Namespace], form: PageForm
     ) -> None:
-        """`flat`: SGLang copies each page whole, because its memory cannot be named."""
         self.namespaces = list(namespaces)
         self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
         self._pool = pool
-        self._flat = flat
+        self._form = form
         self._store = store
         self._pieces = [Pages(store, namespace) for namespace in namespaces]
 
@@ -87,9 +97,9 @@ class PoolPages:
         return loaded + [False] * (len(names) - count)
 
     def _memory(self, host_indices: Any, count: int, *, filled: bool) -> Memory:
-        if getattr(self._pool, "kv_buffer", self) is None:
+        if self._form.empty:
             return Memory([[[memoryview(bytearray(MARKER))] for _ in range(count)]])
-        if self._flat:
+        if self._form.flat:
             tokens = len(host_indices) // max(1, count)
             pages = [
                 self._pool.get_data_page(int(host_indices[i * tokens]), flat=True).contiguous()
@@ -116,13 +126,29 @@ def tensor_parts(tensor: Any) -> Parts:
     return [memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
 
 
-def page_sizes(pool: Any, first_page: Any) -> tuple[list[int], bool]:
-    """Return bytes of each part of a page, and whether SGLang has to copy it whole."""
-    if getattr(pool, "kv_buffer", pool) is None:
-        return [len(MARKER)], False
+def page_form(pool: Any, first_page: Any) -> PageForm:
+    """Ask the pool, with the indices of a page. Raises `UsageError` for one whose pages SGLang
+    keeps from storages, or that are on other ranks: of these a save would save nothing."""
+    if int(getattr(pool, "shard_size", 1)) != 1:
+        raise UsageError("pool", type(pool).__name__, "must not be sharded by pages between ranks")
     try:
-        _, sizes_bytes = pool.get_page_buffer_meta(first_page)
+        meta = pool.get_page_buffer_meta(first_page)
+        if meta is None:
+            return PageForm([len(MARKER)], empty=True)
+        return PageForm([int(size_bytes) for size_bytes in meta[1]])
     except (NotImplementedError, ValueError, AttributeError):
-        page = pool.get_dummy_flat_data_page()
-        return [page.numel() * page.element_size()], True
-    return [int(size_bytes) for size_bytes in sizes_bytes], False
+        return PageForm([flat_size(pool)], flat=True)
+
+
+def flat_size(pool: Any) -> int:
+    """Return bytes of a page that SGLang copies whole. Raises `UsageError` where it does not."""
+    try:
+        page = pool.get_data_page(0, flat=True)
+    except (NotImplementedError, ValueError, AttributeError, TypeError) as e:
+        why_not = str(e) or type(e).__name__
+        raise UsageError(
+            "pool",
+            type(pool).__name__,
+            f"must have pages that a storage can keep, and has none here: {why_not}",
+        ) from e
+    return int(page.numel() * page.element_size())

@@ -64,14 +64,15 @@ def head_groups(storage: Any, pool: Any, interface: str) -> int:
     return pieces
 
 
-def has_draft(pool: Any, name: str) -> bool:
-    """Return whether some of a page is computed by a draft model: a pool of its own, or layers of
-    it behind those of the model."""
+def has_draft(pool: object, name: str) -> bool:
+    """Return whether some of a page may be computed by a draft model: a pool of its own, or layers
+    of it behind those of the model. A pool with layers that does not say how many of them are the
+    model's (DeepSeek-V4's, QSA's) may have them."""
     layers = getattr(pool, "layer_num", None)
     return (
         name.startswith(DRAFT)
         or bool(getattr(pool, "mtp_draft_buffer_infos", ()))
-        or (layers is not None and getattr(pool, "target_layer_num", layers) != layers)
+        or (bool(layers) and getattr(pool, "target_layer_num", None) != layers)
     )
 
 
@@ -129,6 +130,7 @@ def page_namespaces(
             for attribute, value in sorted(vars(pool).items())
             if type(value).__name__ == "dtype"
         )
+        fields["device"] = _device_form(pool)
     fields |= config.life
     if pieces > 1:
         fields |= {n: None if v is None else v // pieces for n, v in _numbers(fields).items()}
@@ -146,7 +148,18 @@ def _numbers(fields: Mapping[str, Field]) -> dict[str, int | None]:
     return {name: value if isinstance(value, int) else None for name, value in values.items()}
 
 
-def _has_heads(pool: Any, name: str) -> bool:
+def _device_form(pool: object) -> str:
+    """Return what the pool's own numbers leave open where its pages are rows of bytes: how the
+    engine reads a row. A ring of states of half the size and twice the length is as large."""
+    forms = {f"{rows.dtype}{list(rows.shape[1:])}" for rows in getattr(pool, "device_buffers", ())}
+    forms |= {
+        f"{states.kv_score_buffer.kv_score.dtype} ring {states.ring_size}"
+        for states in getattr(pool, "state_pools", ())
+    }
+    return " ".join(sorted(forms))
+
+
+def _has_heads(pool: object, name: str) -> bool:
     """Return whether ranks of a tensor-parallel group have different bytes in such a pool."""
     latent = getattr(pool, "kv_lora_rank", None) is not None
     return name == MAMBA or (getattr(pool, "head_num", None) is not None and not latent)

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from connector.adapters.sglang.hashes import check_page_hashes
 from connector.adapters.sglang.hits import Hits
-from connector.adapters.sglang.pools import PoolPages, page_sizes, tensor_parts
+from connector.adapters.sglang.pools import PoolPages, flat_size, page_form, tensor_parts
 from connector.adapters.sglang.shape import KV, has_draft, page_namespaces, settings
 from connector.build import open_store
 from connector.layout.identity import config_digest, files_of, weights_or_unknown
@@ -76,7 +76,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the pool whose memory pages are copied from and to."""
         super().register_mem_pool_host(mem_pool_host)
-        self._v1 = self._pool_pages(mem_pool_host, KV, "v1")
+        if not self._zero_copy and not flat_size(mem_pool_host):
+            kind = type(mem_pool_host).__name__
+            raise UsageError("interface_v1", 0, f"must be 1: pages of {kind} are in other pools")
+        self._v1 = self._pool_pages(mem_pool_host, KV)
         flat = self._namespaces(mem_pool_host, KV, "flat", ())
         self._flat = Pages(self._store, flat[0])
         log.info("kvstore: namespaces %s", self._v1.namespaces)
@@ -86,15 +89,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name != KV:
-            self._pools[name] = self._pool_pages(host_pool, name, "v1")
+            self._pools[name] = self._pool_pages(host_pool, name)
 
-    def _pool_pages(self, pool: Any, name: str, interface: str) -> PoolPages:
-        sizes_bytes: list[int] = []
-        flat = False
-        if name != KV:
-            sizes_bytes, flat = page_sizes(pool, torch.arange(pool.page_size))
-        namespaces = self._namespaces(pool, name, "flat" if flat else interface, sizes_bytes)
-        return PoolPages(self._store, pool, namespaces, flat=flat)
+    def _pool_pages(self, pool: Any, name: str) -> PoolPages:
+        form = page_form(pool, torch.arange(pool.page_size))
+        interface = "flat" if form.flat else "v1"
+        return PoolPages(
+            self._store, pool, self._namespaces(pool, name, interface, form.sizes_bytes), form
+        )
 
     def _namespaces(
         self, pool: Any, name: str, interface: str, sizes_bytes: Sequence[int]

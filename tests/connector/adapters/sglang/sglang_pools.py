@@ -198,7 +198,8 @@ def fill(pool: Any) -> None:
     """Random bytes in all memory of a pool, of whatever kind."""
     import torch
 
-    for name in ("kv_buffer", "index_k_with_scale_buffer", "temporal_buffer", "conv_buffer"):
+    names = ("kv_buffer", "k_buffer", "index_k_with_scale_buffer", "temporal_buffer", "conv_buffer")
+    for name in names:
         value = getattr(pool, name, None)
         buffers = value if isinstance(value, list | tuple) else [value]
         for buffer in buffers:

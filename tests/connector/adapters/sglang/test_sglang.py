@@ -25,7 +25,7 @@ from sglang_pools import (
 if TYPE_CHECKING:
     from stores import NodeProcess
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
 

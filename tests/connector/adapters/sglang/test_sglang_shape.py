@@ -120,6 +120,8 @@ def test_the_pieces_of_a_rank_are_the_pages_of_ranks_of_the_larger_size() -> Non
         ({"layer_num": 5, "target_layer_num": 4}, "kv", True),
         ({"layer_num": 4}, "draft_swa", True),
         ({"mtp_draft_buffer_infos": ("one",)}, "mamba", True),
+        ({"layer_num": 5}, "deepseek_v4_c4", True),
+        ({"layer_num": 0}, "kv", False),
         ({}, "swa", False),
     ],
 )
