@@ -109,7 +109,7 @@ def covers() -> Iterator[Cover]:
         source = path.read_text()
         if "mark.covers(" not in source:
             continue
-        marker = next((one for one in ENGINES if one in path.parts), "vllm")
+        marker = next((one for one in ENGINES if one in path.relative_to(ROOT).parts), "vllm")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.covers":
                 row, how = (ast.literal_eval(one) for one in node.args)
