@@ -34,6 +34,9 @@ LOOKUP_TTL_S: Seconds = 2.0
 """Age at which an answer is asked again. An older one costs a failed load, never wrong bytes."""
 LOOKUP_QUEUE_MAX: Count = 1024
 """Lookups waiting for their thread; one more is a miss at once."""
+LOOKUP_AT_ONCE_KEYS: Count = 256
+"""Keys of one prompt that the engine's own thread looks for on this host, in about 2 microseconds
+each; more are left to a thread."""
 MATCH_BLOCKS_MAX: Keys = 4096
 """Store blocks of one prompt that are looked up; what is beyond is computed."""
 
@@ -103,6 +106,9 @@ LOCK_TIMEOUT_S: Seconds = 60.0
 """After that a lock that was not given back is over."""
 TASKS_MAX: Count = 256
 """Tasks of an engine waiting for their thread; one more fails at once."""
+DRAIN_TIMEOUT_S: Seconds = 60.0
+"""How long an engine that empties its memory waits for the job that runs, which has deadlines of
+its own: several calls of the store."""
 TASK_THREADS_DEFAULT = 4
 """Threads that copy an engine's chunks at the same time, unless its user says otherwise."""
 TASK_THREADS_MAX = 32

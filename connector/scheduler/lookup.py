@@ -6,7 +6,8 @@ A `Lookup` goes through two stages, each with a thread, a bounded queue and its 
 
     this host    makes the keys and searches this host's segments, without a wait. What it finds
                  in full is answered, as is what was given up, or finds no store or no room in
-                 the second queue. What it finds in part is left in `Lookup.here`
+                 the second queue. What it finds in part is left in `Lookup.here`. Whoever submits
+                 does it, at once, unless the store is not open yet or the keys are many
     the index    asks the store once more, the index and blocks of other splits included, within
                  `timeout_s` from the beginning of this stage
 
@@ -14,8 +15,8 @@ So a lookup that is all on this host never waits behind one that asks the index.
 waits is decided by who asked (patience.py); an answer that comes later than its request waited is
 good for the next to ask. A request that waits no longer gets what this host has (`Lookups.here`).
 
-The thread of a stage writes a lookup; who asked writes `wanted_at` and `given_up` alone. After
-`done` only `why` is added, by explain.py.
+Whoever carries out a stage writes a lookup; who asked writes `wanted_at` and `given_up` alone.
+After `done` only `why` is added, by explain.py.
 
 Must never happen:
 
@@ -33,10 +34,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from connector.layout.block_plan import Placed, usable_run
-from connector.limits import LOOKUP_QUEUE_MAX, MATCH_BLOCKS_MAX, SHUTDOWN_TIMEOUT_S, Clock
+from connector.limits import (
+    LOOKUP_AT_ONCE_KEYS,
+    LOOKUP_QUEUE_MAX,
+    MATCH_BLOCKS_MAX,
+    SHUTDOWN_TIMEOUT_S,
+    Clock,
+)
 from connector.work_thread import WorkThread
 from kvstore import BlockRef, BlockStore, Key, LookupResult, Missing, MissReason
 
@@ -133,12 +140,15 @@ class Lookups:
         warm_up: bool = True,
         on_answer: Callable[[Lookup], None] | None = None,
     ) -> None:
-        """`on_answer` is called on a lookup thread after `done` is set; it must not wait."""
+        """`on_answer` is called after `done` is set, on a lookup thread or by `submit`; it must not
+        wait."""
         self._store = store
         self._on_answer = on_answer
         self._layout = layout
         self._timeout_s = timeout_s
         self._clock = clock
+        keys_a_block = sum(len(group.namespaces) for group in layout.groups)
+        self._hashes_at_once = LOOKUP_AT_ONCE_KEYS // keys_a_block * layout.hashes_per_key
         self._looking = WorkThread("kvstore-lookup", self._look_here, LOOKUP_QUEUE_MAX)
         self._asking = WorkThread("kvstore-lookup-index", self._ask_index, LOOKUP_QUEUE_MAX)
         self._looking.start()
@@ -151,6 +161,11 @@ class Lookups:
         if self._asking.full:
             return None
         lookup = Lookup(hashes, self._clock(), part=part)
+        store = self._store.opened
+        if store is not None and len(hashes) <= self._hashes_at_once:
+            # To wake a thread, and to wait for it, takes longer than to look.
+            self._look(lookup, store)
+            return lookup
         return lookup if self._looking.put(lookup) else None
 
     def close(self) -> None:
@@ -180,9 +195,12 @@ class Lookups:
         return answer
 
     def _look_here(self, lookup: Lookup) -> None:
+        self._look(lookup, self._store.get())
+
+    def _look(self, lookup: Lookup, store: BlockStore | None) -> None:
         question: _Question | None = None
         with self._answering(lookup):
-            question = self._here(lookup, self._store.get())
+            question = self._here(lookup, store)
             lookup.looked_here = True
         if question is not None and self._asking.put(question):
             return
@@ -341,14 +359,13 @@ class Finder:
         self._found.update((found.key, found) for found in ask(list(keys)) if found is not None)
 
     def _placement(self) -> tuple[tuple[Placed | None, ...], ...]:
-        return tuple(
-            tuple(self._placed(group, index) for index in range(len(group[0][0])))
-            for group in self._keys
-        )
+        return tuple(map(self._placed, self._keys))
 
-    def _placed(self, group: Sequence[Sequence[Sequence[Key]]], index: int) -> Placed | None:
+    def _placed(self, group: Sequence[Sequence[Sequence[Key]]]) -> tuple[Placed | None, ...]:
+        row: list[Placed | None] = [None] * len(group[0][0])
         for split, shards in enumerate(group):
-            found = [self._found.get(shard[index]) for shard in shards]
-            if None not in found:
-                return Placed(split, tuple(one for one in found if one is not None))
-        return None
+            found = [map(self._found.get, keys) for keys in shards]
+            for index, refs in enumerate(zip(*found, strict=True)):
+                if row[index] is None and None not in refs:
+                    row[index] = Placed(split, cast("tuple[BlockRef, ...]", refs))
+        return tuple(row)

@@ -43,10 +43,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from connector.build import open_store
 from connector.layout.geometry import Field
 from connector.layout.identity import digest_of
+from connector.limits import DRAIN_TIMEOUT_S
 from connector.pages.pages import Pages, is_there, scatter
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import Results, TaskThreads
-from kvstore import Key, Namespace, UsageError, tenant_salt
+from kvstore import InternalError, Key, Namespace, UsageError, tenant_salt
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -190,12 +191,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def drain_jobs(self) -> None:
         """Nothing of ours uses vLLM's memory once this returns: the job that runs ends, by its
-        deadlines, and those that wait have failed."""
+        deadlines, and those that wait have failed.
+
+        Raises `InternalError` when that takes longer than `DRAIN_TIMEOUT_S`: then nothing may be
+        said of that memory, and vLLM must not empty it.
+        """
         idle = threading.Event()
         self._draining.set()
         try:
             self._tasks.submit(idle.set, idle.set, urgent=True)
-            idle.wait()
+            if not idle.wait(DRAIN_TIMEOUT_S):
+                raise InternalError(
+                    f"a job still uses vLLM's memory {DRAIN_TIMEOUT_S:g} s after it was to end: "
+                    "its cache is not emptied; try again, or restart the engine"
+                )
         finally:
             self._draining.clear()
 

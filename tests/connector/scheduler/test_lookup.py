@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from connector_parts import BLOCK, Clock, Hold, Side, prompt
 
-from connector.limits import LOOKUP_TIMEOUT_S
+from connector.limits import LOOKUP_AT_ONCE_KEYS, LOOKUP_TIMEOUT_S
 from kvstore import Key, MissReason, Namespace
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -90,8 +92,9 @@ def test_what_is_here_is_found_though_no_thread_has_come_to_look(
 ) -> None:
     """As on a machine that gives them no processor."""
     here(side, seed=1, blocks=3)
-    looking = side.core._lookups._looking
-    monkeypatch.setattr(looking, "put", lambda lookup: True)
+    lookups = side.core._lookups
+    monkeypatch.setattr(lookups, "_hashes_at_once", 0)
+    monkeypatch.setattr(lookups._looking, "put", lambda lookup: True)
     whole, longer = prompt(3, extra=1, seed=1), prompt(4, extra=1, seed=1)
     for request in (whole, longer):
         assert side.core.match(request, 0) is None
@@ -99,6 +102,41 @@ def test_what_is_here_is_found_though_no_thread_has_come_to_look(
     for request in (whole, longer):
         assert side.core.match(request, 0) == 3 * BLOCK
     assert side.store.match_calls == 0
+
+
+def test_what_is_all_here_is_found_by_who_submits_it(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To wake a thread and to wait for it takes several times as long as to look."""
+    here(side, seed=1, blocks=3)
+    side.core._store.get()
+    monkeypatch.setattr(side.core._lookups._looking, "put", None)
+    monkeypatch.setattr(side.core, "_wait", None)
+    request = prompt(3, extra=1, seed=1)
+    side.core.on_new_request(request)
+    assert side.core.match(request, 0) == 3 * BLOCK
+
+
+def test_a_prompt_of_many_keys_is_left_to_a_thread(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here(side, seed=1, blocks=3)
+    here(side, seed=2, blocks=4)
+    side.core._store.get()
+    lookups, names = side.core._lookups, list[str]()
+    here_of = lookups._here
+
+    def here_named(lookup: Any, store: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return here_of(lookup, store)
+
+    monkeypatch.setattr(lookups, "_here", here_named)
+    most = lookups._hashes_at_once
+    assert most == LOOKUP_AT_ONCE_KEYS * side.layout.hashes_per_key
+    monkeypatch.setattr(lookups, "_hashes_at_once", 3 * side.layout.hashes_per_key)
+    side.match(prompt(3, extra=1, seed=1))
+    side.match(prompt(4, extra=1, seed=2))
+    assert names == [threading.current_thread().name, "kvstore-lookup"]
 
 
 def test_keys_of_other_sizes_of_engines_are_made_for_the_index_alone(

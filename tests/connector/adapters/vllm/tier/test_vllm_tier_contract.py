@@ -212,6 +212,30 @@ def test_jobs_are_only_left_behind_by_vllms_thread(
     tier.manager.shutdown()
 
 
+def test_a_drain_that_a_job_holds_up_ends_with_an_error(
+    node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for ever, and not as if the memory were vLLM's again."""
+    import threading
+
+    from kvstore import InternalError
+
+    tier = Tier(settings_of("ours", node, tmp_path))
+    monkeypatch.setattr("connector.adapters.vllm.tier.DRAIN_TIMEOUT_S", 0.05)
+    go = threading.Event()
+
+    def held() -> None:
+        go.wait(PATIENCE_S)
+
+    tier.manager._tasks.submit(held, go.set)
+    with pytest.raises(InternalError, match="not emptied"):
+        tier.manager.drain_jobs()
+    go.set()
+    monkeypatch.setattr("connector.adapters.vllm.tier.DRAIN_TIMEOUT_S", PATIENCE_S)
+    tier.manager.drain_jobs()
+    tier.manager.shutdown()
+
+
 def test_every_method_of_vllms_tier_is_known() -> None:
     """From vLLM's own class: one that is new there must be implemented or waived here."""
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
