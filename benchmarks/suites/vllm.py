@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.processes import house
 from benchmarks.report import Row, machine, median, percentile, ratios, spread
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "lib"))
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts" / "lib"))
 
 PROMPT_TOKENS = 2050
 """A multiple of the block, and a tail: the last token is always computed."""
@@ -30,10 +31,20 @@ WARM_PROMPTS = 10
 LOOKUP_TIMEOUT_S = 0.5
 SETTLE_S = 0.2
 """Until the last blocks are published."""
+QUIET_S = 0.05
+"""Before each request that is timed: OpenMP's threads spin for up to 5 ms after a forward, on cores
+that the engine which is measured next needs."""
 AT_ONCE = 32
 AT_ONCE_TOKENS = 514
 AT_ONCE_ROUNDS = 5
 FIRST = 8
+
+
+IDLE = {
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "benchmarks.idle_connector",
+    "kv_role": "kv_both",
+}
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -41,7 +52,8 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
-    """Measure two engines of the same random-weight model in turns, one with the connector."""
+    """Measure three engines of the same random-weight model in turns: without a connector, with one
+    that does nothing, and with ours."""
     if find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed here (scripts/setup says why)")
     from engines import EngineProcess, EngineSettings, ModelShape, build_model, kv_transfer
@@ -63,6 +75,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
                 kv_blocks=KV_BLOCKS,
                 max_batched_tokens=4096,
                 extra={"max_num_seqs": AT_ONCE},
+                env={"PYTHONPATH": str(ROOT)},
             )
 
         def engine(connector: dict[str, Any] | None, name: str) -> EngineProcess:
@@ -70,7 +83,8 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
 
         with engine(None, "alone") as alone:
             with engine(transfer, "stored") as stored:
-                made = _measure(alone, stored, options.prompts)
+                with engine(IDLE, "idle") as idle:
+                    made = _measure(alone, idle, stored, options.prompts)
                 made += _measure_at_once(alone, stored)
                 wanted = _prompts(random.Random(3), FIRST, PROMPT_TOKENS)
                 for prompt in wanted:
@@ -140,12 +154,13 @@ def _measure_first(fresh: Any, prompts: list[list[int]]) -> list[Row]:
     return rows
 
 
-def _measure(alone: Any, stored: Any, count: int) -> list[Row]:
+def _measure(alone: Any, idle: Any, stored: Any, count: int) -> list[Row]:
     def prompts(count: int) -> list[list[int]]:
         return _prompts(source, count, PROMPT_TOKENS)
 
     def first_token_s(engine: Any, prompt: list[int], cached: int) -> float:
         """Time the first token of one request, which must have found exactly `cached` tokens."""
+        time.sleep(QUIET_S)
         done = engine.generate([prompt], max_tokens=2)[0]
         if done.cached_tokens != cached:
             raise AssertionError(f"{done.cached_tokens} tokens cached instead of {cached}")
@@ -154,31 +169,33 @@ def _measure(alone: Any, stored: Any, count: int) -> list[Row]:
             raise AssertionError("other tokens than without the store")
         return float(done.ttft_s)
 
-    source = random.Random(1)
-    answers: dict[tuple[int, ...], list[int]] = {}
-    whole = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
-    for prompt in prompts(WARM_PROMPTS):
-        for engine in (alone, stored):
-            first_token_s(engine, prompt, 0)
-    took: dict[str, list[float]] = {
-        case: [] for case in ("recompute", "producer", "local_hit", "local_hit_with", "store_hit")
-    }
-    for prompt in prompts(count):
-        took["recompute"].append(first_token_s(alone, prompt, 0))
-        took["producer"].append(first_token_s(stored, prompt, 0))
-        stored.drain()
-        time.sleep(SETTLE_S)
-        took["local_hit"].append(first_token_s(alone, prompt, whole))
-        took["local_hit_with"].append(first_token_s(stored, prompt, whole))
-        stored.call("reset", connector=False)
-        took["store_hit"].append(first_token_s(stored, prompt, whole))
     names = {
         "recompute": "recompute, no connector",
         "producer": "recompute and save (producer)",
         "local_hit": "vLLM's own prefix hit, no connector",
+        "local_hit_idle": "vLLM's own prefix hit, with a connector that does nothing",
         "local_hit_with": "vLLM's own prefix hit, with the connector",
         "store_hit": "hit from the store",
     }
+    source = random.Random(1)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    whole = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+    for prompt in prompts(WARM_PROMPTS):
+        for engine in (alone, idle, stored):
+            first_token_s(engine, prompt, 0)
+    took: dict[str, list[float]] = {case: [] for case in names}
+    local = [("local_hit", alone), ("local_hit_idle", idle), ("local_hit_with", stored)]
+    for prompt in prompts(count):
+        took["recompute"].append(first_token_s(alone, prompt, 0))
+        took["producer"].append(first_token_s(stored, prompt, 0))
+        first_token_s(idle, prompt, 0)
+        stored.drain()
+        time.sleep(SETTLE_S)
+        local = [*local[1:], local[0]]
+        for case, engine in local:
+            took[case].append(first_token_s(engine, prompt, whole))
+        stored.call("reset", connector=False)
+        took["store_hit"].append(first_token_s(stored, prompt, whole))
     return [
         {
             "case": name,
