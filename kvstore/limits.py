@@ -198,6 +198,13 @@ EVENT_MESSAGES_WAITING_MAX: Count = 1024
 sees that too."""
 EVENT_REPLAYS_MAX: Count = 256
 """Routers that wait for the same snapshot of a node's blocks."""
+EVENT_ANSWER_BYTES_MAX: Count = 64 << 20
+"""Of answers that routers have asked a node for and not taken yet, all together; one may be larger
+when there is no other. Who asks for more is not answered, and asks again."""
+EVENT_ANSWERS_MAX: Count = 2
+"""Such answers of one router."""
+EVENT_ANSWER_TAKEN_S: Seconds = 10.0
+"""A router that takes nothing of its answer for so long is hung up on."""
 EVENT_SOURCES_MAX: Count = 1024
 """Nodes whose events one process listens to."""
 EVENT_BLOCKS_MAX: Count = 1 << 24

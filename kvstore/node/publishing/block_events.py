@@ -17,34 +17,30 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
-from typing import NamedTuple
 
 from kvstore.batches import in_batches
 from kvstore.core.node import NodeCore
 from kvstore.core.outgoing.changes import Changes
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import (
+    EVENT_ANSWER_TAKEN_S,
     EVENT_BACKLOG_MAX,
     EVENT_KEYS_MAX,
     EVENT_MESSAGES_WAITING_MAX,
-    EVENT_REPLAYS_MAX,
 )
 from kvstore.machine import REAL, Machine
+from kvstore.node.publishing.event_answers import Answers, EventMessage, Snapshot, Tracker
 from kvstore.protocol.block_events import (
-    END,
     BlockChanges,
     Source,
     endpoints_of,
     pack_changes,
-    pack_snapshot,
     sequence_bytes,
     sequence_of,
     topic_of,
 )
-from kvstore.types import Key
 
 log = logging.getLogger("kvstore.node")
 
@@ -58,24 +54,6 @@ STOP_TIMEOUT_S = 2.0
 """How long it waits for the thread that sends them, which ends with the process."""
 _REQUEST_BYTES_MAX = 64
 _REQUESTS_AT_ONCE = 64
-_ANSWERS_WAITING_MAX = 1 << 16
-"""Parts of answers that wait for one listener; further ones are lost, and it asks again."""
-
-
-class _Message(NamedTuple):
-    sequence: int
-    time_s: float
-    changes: BlockChanges
-
-    @property
-    def cost(self) -> int:
-        return 1 + len(self.changes.stored) + len(self.changes.removed)
-
-
-class _Snapshot(NamedTuple):
-    sequence: int
-    time_s: float
-    keys: list[Key]
 
 
 class BlockEvents:
@@ -113,14 +91,14 @@ class BlockEvents:
         self._snapshot_at = float("-inf")
         self.left_out = 0
         """Messages that did not fit into the queue."""
-        self._queue: deque[_Message] = deque()
+        self._queue: deque[EventMessage] = deque()
         self._queued = 0
         """Cost of what was put into the queue, ever; the thread counts what it took."""
         self._sent = 0
-        self._snapshots: deque[_Snapshot] = deque(maxlen=1)
+        self._snapshots: deque[Snapshot] = deque(maxlen=1)
         self._ending = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._answers = _Answers(self._topic, medium)
+        self._answers = Answers(self._topic, medium)
         self._thread = threading.Thread(target=self._run, name="kvstore-events", daemon=True)
 
     # --- in the node's loop ---------------------------------------------
@@ -132,7 +110,8 @@ class BlockEvents:
         self._publisher = self._context.socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, EVENT_MESSAGES_WAITING_MAX)
         self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING_MAX)
+        self._replay.setsockopt(zmq.SNDHWM, 0)  # `Answers` counts, and knows what was taken
+        self._replay.setsockopt(zmq.TCP_MAXRT, int(EVENT_ANSWER_TAKEN_S * 1000))
         self._replay.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
         try:
             for socket, endpoint in zip(
@@ -178,7 +157,7 @@ class BlockEvents:
         self._wake()
 
     def _put(self, changes: BlockChanges) -> None:
-        message = _Message(self._next, self._wall(), changes)
+        message = EventMessage(self._next, self._wall(), changes)
         self._next += 1
         if self._queued - self._sent + message.cost > EVENT_BACKLOG_MAX:
             self.left_out += 1
@@ -197,7 +176,7 @@ class BlockEvents:
             return
         self._snapshot_at = self._loop.time()
         self._cut()
-        self._snapshots.append(_Snapshot(self._next - 1, self._wall(), self._core.listed.keys()))
+        self._snapshots.append(Snapshot(self._next - 1, self._wall(), self._core.listed.keys()))
         self._wake()
 
     def _wake(self) -> None:
@@ -237,7 +216,7 @@ class BlockEvents:
                     self._answers.renew(self._snapshots.popleft())
                 if self._take_requests():
                     self._ask_loop()
-                self._answers.give(self._send_answer)
+                self._answers.give(self._send_answer, self._send_last)
             self._publish()
         except Exception as e:
             log.critical("events of the node's blocks end: %s", e, exc_info=e)
@@ -274,76 +253,9 @@ class BlockEvents:
     def _send_answer(self, parts: list[bytes]) -> None:
         self._replay.send_multipart(parts, copy=False)
 
-
-class _Answers:
-    """What was published lately, the last snapshot, and who waits for which part of them."""
-
-    def __init__(self, topic: bytes, medium: str) -> None:
-        self._topic = topic
-        self._medium = medium
-        self._kept: deque[tuple[_Message, bytes]] = deque()
-        """One after the other without a gap."""
-        self._kept_cost = 0
-        self._last = -1
-        self._snapshot: tuple[int, list[bytes]] | None = None
-        self._whole: list[list[bytes]] = []
-        """Who waits for a snapshot."""
-        self._since: list[tuple[list[bytes], int]] = []
-        """Who waits for messages from a number on."""
-        self.needs_snapshot = False
-        self._coming = False
-        """A snapshot was asked for."""
-
-    def keep(self, message: _Message, payload: bytes) -> None:
-        """That was published."""
-        if message.sequence != self._last + 1:
-            self._kept.clear()
-            self._kept_cost = 0
-        self._last = message.sequence
-        self._kept.append((message, payload))
-        self._kept_cost += message.cost
-        while self._kept_cost > EVENT_BACKLOG_MAX:
-            self._kept_cost -= self._kept.popleft()[0].cost
-
-    def asked(self, who: list[bytes], start: int) -> None:
-        """`who` wants all from that number on."""
-        if len(self._whole) + len(self._since) >= EVENT_REPLAYS_MAX:
-            return  # it asks again
-        if start and self._reaches(start):
-            self._since.append((who, start))
-            return
-        self._whole.append(who)
-        usable = self._snapshot is not None and self._reaches(self._snapshot[0] + 1)
-        if not usable and not self._coming:
-            self.needs_snapshot = self._coming = True
-
-    def _reaches(self, start: int) -> bool:
-        """Whether all from that number on is kept."""
-        oldest = self._kept[0][0].sequence if self._kept else self._last + 1
-        return oldest <= start <= self._last + 1
-
-    def renew(self, snapshot: _Snapshot) -> None:
-        """This is what is there."""
-        packed = list(pack_snapshot(snapshot.time_s, snapshot.keys, self._medium))
-        self._snapshot = snapshot.sequence, packed
-        self._coming = False
-
-    def give(self, send: Callable[[list[bytes]], None]) -> None:
-        """Answer all who can be answered now."""
-        since, self._since = self._since, []
-        for who, start in since:
-            self._give_kept(who, start, send)
-        if self._coming or self._snapshot is None:
-            return
-        whole, self._whole = self._whole, []
-        for who in whole:
-            sequence, packed = self._snapshot
-            for payload in packed:
-                send([*who, self._topic, sequence_bytes(sequence), payload])
-            self._give_kept(who, sequence + 1, send)
-
-    def _give_kept(self, who: list[bytes], start: int, send: Callable[[list[bytes]], None]) -> None:
-        for message, payload in self._kept:
-            if message.sequence >= start:
-                send([*who, self._topic, sequence_bytes(message.sequence), payload])
-        send([*who, b"", END, b""])
+    def _send_last(self, parts: list[bytes]) -> Tracker:
+        *others, last = parts
+        frame = self._zmq.Frame(last, track=True, copy=False)
+        tracker: Tracker = frame.tracker
+        self._replay.send_multipart([*others, frame], copy=False)
+        return tracker
