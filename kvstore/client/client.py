@@ -430,7 +430,8 @@ class Client:
 
     def _value_key(self, key: str | bytes) -> Key:
         self._check_open()
-        return self.namespace.value_key(key)
+        (raw_key,) = self.namespace.value_keys((key,))
+        return raw_key
 
     def _block_keys(self, tokens: Sequence[int]) -> list[Key]:
         self._check_open()
