@@ -18,7 +18,7 @@ SLACK = 3
 """How many more a room may be listed with than it has: who takes some out need not count."""
 UNTYPED = {
     "connector": (4, "counters beside samples, values of an operator's JSON"),
-    "connector/adapters/sglang": (54, "SGLang's pools, transfers and indices of them"),
+    "connector/adapters/sglang": (1, "values of an operator's JSON"),
     "connector/adapters/tensorrt_llm": (2, "base classes that have moved between releases"),
     "connector/adapters/vllm": (5, "data of vLLM's statistics and settings, what tests stand in"),
     "connector/copiers": (6, "NVRTC's answers; payloads, which numpy takes as any buffer"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from connector.pages.pages import Pages, Parts, is_there, memory_at, pages_at
 from kvstore import BlockRef, HostBlockStore, Key, Namespace, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 
 MARKER = b"\x01"
 """What stands for a page of a pool that has no memory of its own (DeepSeek-V4's): that the page
@@ -18,7 +22,7 @@ class Memory(NamedTuple):
 
     pieces: list[list[Parts]]
     """For each piece of a page the parts of each page."""
-    flat: Sequence[Any] = ()
+    flat: Sequence[torch.Tensor] = ()
     """Tensors that the parts lie in, when they are not the pool's."""
 
 
@@ -41,7 +45,11 @@ class PoolPages:
     """
 
     def __init__(
-        self, store: HostBlockStore, pool: Any, namespaces: Sequence[Namespace], form: PageForm
+        self,
+        store: HostBlockStore,
+        pool: HostKVCache,
+        namespaces: Sequence[Namespace],
+        form: PageForm,
     ) -> None:
         self.namespaces = list(namespaces)
         self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
@@ -64,7 +72,7 @@ class PoolPages:
         """Return how many leading pages can be read from here; one index round trip."""
         return len(self._store.match(self.keys(names))) // len(self._pieces)
 
-    def save(self, names: Sequence[bytes], host_indices: Any) -> list[bool]:
+    def save(self, names: Sequence[bytes], host_indices: torch.Tensor) -> list[bool]:
         """Return whether each page is in the store now."""
         memory = self._memory(host_indices, len(names), filled=True)
         saved = [True] * len(names)
@@ -73,7 +81,7 @@ class PoolPages:
             saved = [ok and is_there(result) for ok, result in zip(saved, results, strict=True)]
         return saved
 
-    def load(self, names: Sequence[bytes], host_indices: Any, *, run: bool) -> list[bool]:
+    def load(self, names: Sequence[bytes], host_indices: torch.Tensor, *, run: bool) -> list[bool]:
         """Return whether each page is in its place and whole; one index round trip. With `run` only
         those of the leading run are loaded. What a page's memory holds otherwise is undefined."""
         each, keys = len(self._pieces), self.keys(names)
@@ -96,7 +104,7 @@ class PoolPages:
         self._store.touch(touched)
         return loaded + [False] * (len(names) - count)
 
-    def _memory(self, host_indices: Any, count: int, *, filled: bool) -> Memory:
+    def _memory(self, host_indices: torch.Tensor, count: int, *, filled: bool) -> Memory:
         if self._form.empty:
             return Memory([[[memoryview(bytearray(MARKER))] for _ in range(count)]])
         if self._form.flat:
@@ -118,7 +126,7 @@ class PoolPages:
         return Memory([parts[i::each] for i in range(each)])
 
 
-def tensor_parts(tensor: Any) -> Parts:
+def tensor_parts(tensor: torch.Tensor) -> Parts:
     """Return a flat page's bytes. Raises `UsageError` unless it is contiguous and in host
     memory."""
     if tensor is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -126,7 +134,7 @@ def tensor_parts(tensor: Any) -> Parts:
     return [memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
 
 
-def page_form(pool: Any, first_page: Any) -> PageForm:
+def page_form(pool: HostKVCache, first_page: torch.Tensor) -> PageForm:
     """Ask the pool, with the indices of a page. Raises `UsageError` for one whose pages SGLang
     keeps from storages, or that are on other ranks: of these a save would save nothing."""
     if int(getattr(pool, "shard_size", 1)) != 1:
@@ -140,7 +148,7 @@ def page_form(pool: Any, first_page: Any) -> PageForm:
         return PageForm([flat_size(pool)], flat=True)
 
 
-def flat_size(pool: Any) -> int:
+def flat_size(pool: HostKVCache) -> int:
     """Return bytes of a page that SGLang copies whole. Raises `UsageError` where it does not."""
     try:
         page = pool.get_data_page(0, flat=True)

@@ -6,11 +6,15 @@ It looks at attributes only and imports no SGLang.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from connector.layout.geometry import Field
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from kvstore import Namespace, UsageError, tenant_salt
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 
 LOADER_NAMES = ("backend_name", "module_path", "class_name", "interface_v1")
 """What SGLang itself reads of the extra configuration and leaves in it."""
@@ -48,7 +52,7 @@ def settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
     return ConnectorSettings.from_extra(ours, where=where, only=STORE_SETTINGS)
 
 
-def head_groups(storage: Any, pool: Any, interface: str) -> int:
+def head_groups(storage: HiCacheStorageConfig, pool: HostKVCache, interface: str) -> int:
     """In how many pieces the pages of this rank are kept, so that ranks of `tp_lcm_size` share
     them: one for each of that many ranks whose heads it has. SGLang asks for it where it can be
     done, in the layout `page_head`."""
@@ -77,8 +81,8 @@ def has_draft(pool: object, name: str) -> bool:
 
 
 def page_namespaces(
-    storage: Any,
-    pool: Any,
+    storage: HiCacheStorageConfig,
+    pool: HostKVCache,
     config: ConnectorSettings,
     engine: Mapping[str, Field],
     interface: str,

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import sglang
@@ -38,8 +38,12 @@ from connector.pages.pages import Pages, is_there
 from kvstore import PeerError, UsageError
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolTransfer
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+
     from connector.layout.geometry import Field
-    from kvstore import Key
+    from kvstore import Key, Namespace
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     fault is a miss or False here, never an exception; only wrong settings raise.
     """
 
-    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
         extra = storage_config.extra_config or {}
         self._config = settings(extra)
         check_page_hashes(str(sglang.__version__))
@@ -73,7 +77,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # The pools
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Take the pool whose memory pages are copied from and to."""
         super().register_mem_pool_host(mem_pool_host)
         if not self._zero_copy and not flat_size(mem_pool_host):
@@ -84,14 +88,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._flat = Pages(self._store, flat[0])
         log.info("kvstore: namespaces %s", self._v1.namespaces)
 
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+    def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: PoolName) -> None:
         """Take a pool that a hybrid model or a draft model has beside the KV pool."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name != KV:
             self._pools[name] = self._pool_pages(host_pool, name)
 
-    def _pool_pages(self, pool: Any, name: str) -> PoolPages:
+    def _pool_pages(self, pool: HostKVCache, name: str) -> PoolPages:
         form = page_form(pool, torch.arange(pool.page_size))
         interface = "flat" if form.flat else "v1"
         return PoolPages(
@@ -99,8 +103,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         )
 
     def _namespaces(
-        self, pool: Any, name: str, interface: str, sizes_bytes: Sequence[int]
-    ) -> list[Any]:
+        self, pool: HostKVCache, name: str, interface: str, sizes_bytes: Sequence[int]
+    ) -> list[Namespace]:
         engine = _engine_fields(self._config.weights_id)
         if has_draft(pool, name):
             engine |= _draft_fields(self._config.weights_id)
@@ -108,7 +112,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._storage, pool, self._config, engine, interface, name=name, sizes_bytes=sizes_bytes
         )
 
-    def _of(self, name: Any) -> PoolPages:
+    def _of(self, name: object) -> PoolPages:
         pages = self._v1 if str(name) == KV else self._pools.get(str(name))
         if pages is None:
             raise UsageError("pool", str(name), "must be registered first")
@@ -117,8 +121,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # Several pools
 
     def batch_exists_v2(
-        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
-    ) -> Any:
+        self,
+        keys: list[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: object = None,
+    ) -> PoolTransferResult:
         """Return how much of a prefix can be restored, all pools together; one index round trip.
 
         Pools in groups of blocks, which SGLang never lets decide, have no verdict.
@@ -140,18 +147,26 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         reported = {name: count for name, count in counts.items() if count}
         return PoolTransferResult(hits.longest, reported, hits.restorable)
 
-    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: object = None
+    ) -> dict[PoolName, list[bool]]:
         """Copy pages from the store into several pools; whether each is in place and whole."""
         return {
             t.name: self._each(t, lambda pages, *what: pages.load(*what, run=False))
             for t in transfers
         }
 
-    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: object = None
+    ) -> dict[PoolName, list[bool]]:
         """Copy pages of several pools into the store; whether each is there."""
         return {t.name: self._each(t, PoolPages.save) for t in transfers}
 
-    def _each(self, transfer: Any, do: Callable[[PoolPages, list[bytes], Any], list[bool]]) -> Any:
+    def _each(
+        self,
+        transfer: PoolTransfer,
+        do: Callable[[PoolPages, list[bytes], torch.Tensor], list[bool]],
+    ) -> list[bool]:
         keys, pages = list(transfer.keys or ()), self._of(transfer.name)
         indices = transfer.host_indices
         if indices is None or len(indices) != len(keys) * pages.page_tokens:
@@ -166,7 +181,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # Zero copy
 
     def batch_get_v1(
-        self, keys: list[str], host_indices: Any, extra_info: Any = None
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
         """Copy pages from the store into the host pool; whether each is in place and whole.
 
@@ -179,7 +194,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return loaded
 
     def batch_set_v1(
-        self, keys: list[str], host_indices: Any, extra_info: Any = None
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
         """Copy pages of the host pool into the store; whether each is there."""
         started = time.monotonic()
@@ -189,13 +204,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # Flat pages, for SGLang without interface_v1
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
+    ) -> torch.Tensor | None:
         """`target_location`, a contiguous CPU tensor, filled with the page; None on a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[Any]:
+        self,
+        keys: list[str],
+        target_locations: Sequence[torch.Tensor | None] | None = None,
+        target_sizes: object = None,
+    ) -> list[torch.Tensor | None]:
         targets = list(target_locations or ())
         if len(targets) != len(keys):
             raise UsageError("target_locations", len(targets), f"must be one for {len(keys)} keys")
@@ -207,18 +227,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def set(
         self,
         key: str,
-        value: Any = None,
-        target_location: Any = None,
-        target_sizes: Any = None,
+        value: torch.Tensor | None = None,
+        target_location: object = None,
+        target_sizes: object = None,
     ) -> bool:
         return self.batch_set([key], [value])
 
     def batch_set(
         self,
         keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
+        values: Sequence[torch.Tensor | None] | None = None,
+        target_locations: object = None,
+        target_sizes: object = None,
     ) -> bool:
         """Return whether all of `values`, contiguous CPU tensors, are in the store now."""
         tensors = list(values or ())
@@ -232,7 +252,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+    def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         """Return length of the leading run of pages that the index knows; one round trip."""
         names = _names(keys)
         if self._zero_copy:
@@ -266,7 +286,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if not result:
             log.warning("kvstore: pages are not cleared everywhere: %s", why)
 
-    def get_stats(self) -> Any:
+    def get_stats(self) -> StorageMetrics | None:
         """Pages and GB/s of every transfer since the last call, if SGLang collects them."""
         if not self._storage.enable_storage_metrics:
             return None
