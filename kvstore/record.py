@@ -7,20 +7,28 @@ A CRC anyone can compute; where Redis is not trusted, a signature of 16 bytes fo
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from hashlib import blake2b
 from hmac import compare_digest
 from zlib import crc32
 
+from kvstore.compiled import part
 from kvstore.types import Key, Location
 
 RECORD_VERSION = 2
 _BODY = struct.Struct("<BBHIQQIIQ")
 _CRC = struct.Struct("<I")
 _NODE_START = slice(4, 16)
+_START = struct.Struct("<IQ")
 RECORD_BYTES = _BODY.size + _CRC.size
 assert RECORD_BYTES == 44
 SIGNATURE_BYTES = 16
 SIGNED_RECORD_BYTES = RECORD_BYTES + SIGNATURE_BYTES
+BlockParts = tuple[int, int, Key, int, int, int, int, int, int]
+"""Of a block slot, generation, key, length, granule, kind, length of the description, checksum and
+namespace id."""
+PackEach = Callable[[bytes, list[BlockParts]], list[bytes]]
+"""As `pack_each`."""
 _WORD_FIELD = b', "signature": "%s"}'
 _WORD_FIELD_BYTES = len(_WORD_FIELD % bytes(2 * SIGNATURE_BYTES))
 
@@ -48,6 +56,27 @@ def pack_place(
     return body + _CRC.pack(crc32(body, crc32(key)))
 
 
+def pack_each(start: bytes, blocks: list[BlockParts]) -> list[bytes]:
+    """The records of blocks in the first segment of the node of that `node_start`."""
+    epoch, node_id = _START.unpack(start)
+    return [
+        pack_place(key, node_id, epoch, 0, slot, generation, granule, length, checksum)
+        for slot, generation, key, length, granule, _, _, checksum, _ in blocks
+    ]
+
+
+def packer(wanted: str | None, module: str = part.BLOCK_WRITES) -> PackEach:
+    """`pack_each`, or the same compiled (docs/decisions/0080), where it is there. Raises
+    `ImportError` where `wanted` is `yes` and it is not."""
+    compiled = part.load(wanted, module, part.BLOCK_WRITES_SOURCE)
+    made: PackEach = pack_each if compiled is None else compiled.records
+    return made
+
+
+PACK_EACH = packer(part.wanted())
+"""The one of this process."""
+
+
 def unpack_record(key: Key, record: bytes) -> Location | None:
     """The location in `record`; None when it is damaged or not for `key`: a miss.
 
@@ -73,7 +102,7 @@ def node_start_of(key: Key, record: bytes) -> bytes | None:
 
 def node_start(node_id: int, epoch: int) -> bytes:
     """Epoch and node id as records have them."""
-    return epoch.to_bytes(4, "little") + node_id.to_bytes(8, "little")
+    return _START.pack(epoch, node_id)
 
 
 def slot_of(record: bytes) -> tuple[int, int]:

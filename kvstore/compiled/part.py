@@ -13,6 +13,8 @@ COMPILED = "KVSTORE_COMPILED"
 cannot be had. Anything else takes it where it can."""
 BLOCK_KEYS = "kvstore.compiled._block_keys"
 BLOCK_KEYS_SOURCE = Path(__file__).with_name("block_keys.c")
+BLOCK_WRITES = "kvstore.compiled._block_writes"
+BLOCK_WRITES_SOURCE = Path(__file__).with_name("block_writes.c")
 
 
 def wanted() -> str | None:

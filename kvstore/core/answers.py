@@ -5,6 +5,8 @@ Threads of the node's own process get it as it is; protocol/control_replies.py s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.types import Key, Kind, PutResult, Retained, rejected
@@ -19,6 +21,8 @@ class Grant(NamedTuple):
     """Bytes from the start of the segment."""
 
 
+grant_of: Callable[[tuple[int, int, int]], Grant] = partial(tuple.__new__, Grant)
+"""As `Grant(...)`, without taking its parts apart: there is one for each block."""
 NOT_HELD = rejected("not reserved by this client (any more)")
 PutAnswer = Grant | PutResult
 """To `Reserve`, for each key: where to write it, or what became of it already."""

@@ -6,24 +6,34 @@ others. Who asks for them, and who may, is node.py's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
 
 from kvstore.core.bounded import NO_TENANT, Bounded
-from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
+from kvstore.core.events import (
+    Bounds,
+    Copy,
+    Fill,
+    Hold,
+    Keep,
+    Mark,
+    Write,
+    mark_of,
+    seal_of,
+)
 from kvstore.core.memory.allocator import Allocator, move_cost
 from kvstore.core.memory.eviction import PolicyFactory
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.core.memory.listed import Listed
 from kvstore.core.memory.retained import Retentions
-from kvstore.core.memory.slots import Slot, SlotEvent, SlotState
+from kvstore.core.memory.slots import Slot, SlotEvent, SlotState, move_each, parts_of
 from kvstore.core.outgoing.changes import Changes
 from kvstore.core.outgoing.departures import Departures, GoneWhy
 from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
 from kvstore.core.user_keys import Names
 from kvstore.keys import ttl_of
 from kvstore.limits import SLOT_BYTES_MIN, Limits
-from kvstore.record import RecordSigner, pack_place
+from kvstore.record import PACK_EACH, BlockParts, RecordSigner, node_start, pack_place
 from kvstore.types import Key
 
 GENERATIONS_AHEAD = 1 << 20
@@ -49,6 +59,7 @@ class Blocks:
         self.epoch = epoch
         self.limits = limits
         self._signer = signer
+        self._start = node_start(node_id, epoch)
         self.allocator = Allocator(size_bytes, policy)
         self.bounds = Bounds(0, 0, size_bytes // SLOT_BYTES_MIN)
         """As a restart would find them."""
@@ -98,29 +109,27 @@ class Blocks:
             0,
         )
 
-    def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
-        """A slot in state RESERVED; None when every one that fits is reserved or pinned."""
-        slot = self.allocator.take(length)
-        if slot is None and self._moves_help and self._moved(length, writes):
-            slot = self.allocator.take(length)
-        if slot is None:
+    def _take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
+        """Slots in state RESERVED for up to `count` values of `length` bytes each: as many as find
+        room at once. None when every one that fits is reserved or pinned."""
+        slots = self.allocator.take(length, count)
+        if not slots and self._moves_help and self._moved(length, writes):
+            slots = self.allocator.take(length, count)
+        if not slots:
             # Each says FREE before the slot that takes their place says RESERVED: headers
             # within an extent are those of nothing, whenever the node is killed.
-            self._evict(self.allocator.victims(length), writes, now)
-            slot = self.allocator.take(length)
-            if slot is None and len(self.retained) and self._cleared(length, writes, now):
-                slot = self.allocator.take(length)
-            if slot is None:
-                return None
-        self._begin(slot, writes)
-        return slot
+            self._evict(self.allocator.victims(length, count), writes, now)
+            slots = self.allocator.take(length, count)
+            if not slots and len(self.retained) and self._cleared(length, writes, now):
+                slots = self.allocator.take(length, count)
+        self._begin(slots, writes)
+        return slots
 
-    def _evict(self, victims: Iterable[Slot], writes: list[Write], now: float) -> None:
-        for victim in victims:
-            assert not victim.kept_until
-            self.counts["evicted"] += 1
-            self._free(victim, SlotEvent.EVICT, writes)
-            self.gone.note(victim.key, GoneWhy.EVICTED, now)
+    def _evict(self, victims: Sequence[Slot], writes: list[Write], now: float) -> None:
+        assert not any(victim.kept_until for victim in victims)
+        self.counts["evicted"] += len(victims)
+        self._free(victims, SlotEvent.EVICT, writes)
+        self.gone.note_each((victim.key for victim in victims), GoneWhy.EVICTED, now)
 
     def _cleared(self, length: int, writes: list[Write], now: float) -> bool:
         """Whether retained blocks that were in the way of `length` bytes have moved to where
@@ -135,12 +144,13 @@ class Blocks:
             self._move(old, new, writes)
         return len(moves) == len(clearance.kept)
 
-    def _begin(self, slot: Slot, writes: list[Write]) -> None:
+    def _begin(self, slots: Sequence[Slot], writes: list[Write]) -> None:
         """FREE to RESERVED."""
-        self._generation += 1
-        slot.generation = self._generation
+        for slot in slots:
+            self._generation += 1
+            slot.generation = self._generation
         self._keep_bounds(writes)
-        slot.move(SlotEvent.RESERVE)
+        move_each(slots, SlotEvent.RESERVE)
 
     def _moved(self, length: int, writes: list[Write]) -> bool:
         """Whether blocks were moved out of the way of `length` bytes, so that they need not go."""
@@ -159,12 +169,13 @@ class Blocks:
         It is SEALED there before its old header says FREE: whenever the node is killed, one of
         them is whole, and of two a restart takes the later. It counts as used just now.
         """
-        self._begin(new, writes)
+        self._begin([new], writes)
         new.key = old.key
         new.length = old.length
         new.kind = old.kind
         new.meta_length = old.meta_length
         new.namespace_id = old.namespace_id
+        new.checksum = old.checksum
         new.reserved_at = old.reserved_at
         new.used_at = old.used_at
         writes.append(Mark(new.slot_id, SlotState.RESERVED, new.generation, new.granule, new.size))
@@ -174,10 +185,10 @@ class Blocks:
         freed: list[Write] = []
         until_s, tenant, dies_at = old.kept_until, old.tenant, old.dies_at
         self._retain_no_more(old, freed)
-        self._free(old, SlotEvent.EVICT, freed)
+        self._free([old], SlotEvent.EVICT, freed)
         if until_s:
             self._retain(new, until_s, tenant, writes)
-        self._seal(new, old.checksum, writes, dies_at)
+        self._seal([new], writes, dies_at)
         writes += freed
         self.counts["moved"] += 1
 
@@ -206,42 +217,31 @@ class Blocks:
         self.bounds = bounds
         self._generation = bounds.generation
 
-    def _seal(
-        self, slot: Slot, checksum: int, writes: list[Write], dies_at: int | None = None
-    ) -> None:
+    def _seal(self, slots: Sequence[Slot], writes: list[Write], dies_at: int | None = None) -> None:
         """RESERVED to SEALED; `dies_at` is of a block that has lived before."""
-        slot.move(SlotEvent.COMMIT)
-        if ttl_s := ttl_of(slot.namespace_id):
-            self.bounded.add(slot, int(self.now) + ttl_s if dies_at is None else dies_at)
-            writes.append(Keep(slot.slot_id, slot.dies_at, NO_TENANT))
-        slot.checksum = checksum
-        slot.record = self.record(slot, self.epoch)
-        slot.published = False
-        self.listed.add(slot)
+        move_each(slots, SlotEvent.COMMIT)
+        for slot in slots:
+            if ttl_s := ttl_of(slot.namespace_id):
+                self.bounded.add(slot, int(self.now) + ttl_s if dies_at is None else dies_at)
+                writes.append(Keep(slot.slot_id, slot.dies_at, NO_TENANT))
+        parts = parts_of(slots)
+        for slot, record in zip(slots, self._records(parts), strict=True):
+            slot.record = record
+            slot.published = False
+        self.listed.add(*slots)
         if self.changes is not None:
-            self.changes.stored(slot.key)
-        self.allocator.became_evictable(slot)
-        writes.append(
-            Seal(
-                slot.slot_id,
-                slot.generation,
-                slot.key,
-                slot.length,
-                slot.granule,
-                slot.kind,
-                slot.meta_length,
-                checksum,
-                slot.namespace_id,
-            )
-        )
-        self.outbox.publish(slot)
+            for slot in slots:
+                self.changes.stored(slot.key)
+        self.allocator.became_evictable(*slots)
+        writes += map(seal_of, parts)
+        self.outbox.publish(*slots)
 
     def _release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
         """End a reservation unsealed."""
         self.counts["aborted"] += 1
         if slot.key:  # not known of one that a former start of the node granted
             self.gone.note(slot.key, why, now)
-        self._forget_key(slot)
+        self._forget_keys(slot)
         slot.move(SlotEvent.ABORT)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
         self._wipe(slot, writes)
@@ -252,48 +252,52 @@ class Blocks:
         if ttl_of(slot.namespace_id) or not slot.key:
             writes.append(Fill(slot.offset, bytes(slot.size * GRANULE_BYTES)))
 
-    def _forget_key(self, slot: Slot) -> None:
-        if self.by_key.get(slot.key) is slot:
-            del self.by_key[slot.key]
-            self.names.forget(slot.key)
+    def _forget_keys(self, *slots: Slot) -> None:
+        for slot in slots:
+            if self.by_key.get(slot.key) is slot:
+                del self.by_key[slot.key]
+                self.names.forget(slot.key)
 
-    def _free(self, slot: Slot, event: SlotEvent, writes: list[Write]) -> None:
-        """Take a SEALED slot out: readers miss from here on, the index hears of it."""
-        if slot.kept_until:
-            self.counts["retentions_broken"] += 1
-            self._retain_no_more(slot, writes)
-        if bounded := slot.dies_at:
+    def _free(self, slots: Sequence[Slot], event: SlotEvent, writes: list[Write]) -> None:
+        """Take SEALED slots out: readers miss from here on, the index hears of it."""
+        bounded = [slot for slot in slots if slot.dies_at]
+        for slot in slots:
+            if slot.kept_until:
+                self.counts["retentions_broken"] += 1
+                self._retain_no_more(slot, writes)
+            if slot.former_epoch:
+                self.outbox.remove(slot.key, self.record(slot, slot.former_epoch))
+            if self.changes is not None:
+                self.changes.removed(slot.key)
+        for slot in bounded:
             self.bounded.remove(slot)
-        self._forget_key(slot)
-        self.listed.remove(slot)
-        if self.changes is not None:
-            self.changes.removed(slot.key)
-        self.outbox.withdraw(slot)
-        if slot.former_epoch:
-            self.outbox.remove(slot.key, self.record(slot, slot.former_epoch))
-        slot.move(event)
-        writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
-        if bounded:
+        self._forget_keys(*slots)
+        self.listed.remove(*slots)
+        self.outbox.withdraw(*slots)
+        move_each(slots, event)
+        free = SlotState.FREE
+        writes += map(mark_of, [(slot.slot_id, free, slot.generation, 0, 0) for slot in slots])
+        for slot in bounded:
             writes.append(Keep(slot.slot_id, 0, 0))
-        if slot.state is SlotState.FREE:
-            self._wipe(slot, writes)
-            self.allocator.became_free(slot)
+            if slot.state is free:
+                self._wipe(slot, writes)
+        self.allocator.became_free(*(slot for slot in slots if slot.state is free))
 
     def _expire(self, writes: list[Write], at_most_bytes: int) -> None:
         """Wipe blocks whose life is over, the first `at_most_bytes` of them."""
         for slot in self.bounded.over(self.now, at_most_bytes):
             self.counts["expired"] += 1
             self.gone.note(slot.key, GoneWhy.EXPIRED, self.now)
-            self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
+            self._free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
 
     def _drop_slot(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
         """Drop a block by request; a reserved one will not be sealed."""
         self.gone.note(slot.key, why, now)
         if slot.state is SlotState.RESERVED:
             slot.void = True
-            self._forget_key(slot)
+            self._forget_keys(slot)
             return False
-        self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
+        self._free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
         self.counts["dropped"] += 1
         return True
 
@@ -354,6 +358,14 @@ class Blocks:
             slot.checksum,
         )
         return record if self._signer is None else self._signer.signed(slot.key, record)
+
+    def _records(self, blocks: list[BlockParts]) -> list[bytes]:
+        """The records of blocks that are sealed now."""
+        records = PACK_EACH(self._start, blocks)
+        if self._signer is None:
+            return records
+        keys = [key for _, _, key, *_ in blocks]
+        return list(map(self._signer.signed, keys, records))
 
     def republish(self) -> int:
         """The index lost keys: everything sealed must be published again, the latest first.

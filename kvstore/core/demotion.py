@@ -11,7 +11,7 @@ from heapq import nsmallest
 from typing import Any
 
 from kvstore.core.answers import ColdBlock
-from kvstore.core.events import Coldest, Effects, Hold, Reply, Retain, Retire, Write
+from kvstore.core.events import Coldest, Effects, Hold, Reply, Reserve, Retain, Retire, Write
 from kvstore.core.holdings import Session
 from kvstore.core.memory.slots import Slot, SlotEvent, SlotState
 from kvstore.core.node import NodeCore
@@ -34,19 +34,19 @@ class DemotingCore(NodeCore):
         self._handlers[Retire] = self._retire
 
     def _take_for(
-        self, session: Session, length: int, writes: list[Write], now: float, namespace_id: int
-    ) -> Slot | PutResult:
-        if ttl_of(namespace_id):
+        self, session: Session, event: Reserve, at: int, writes: list[Write], now: float
+    ) -> list[Slot] | PutResult:
+        if ttl_of(event.namespace_id):
             return rejected(f"{TTL_FIELD}: blocks whose life is bounded are not kept in VRAM")
-        return super()._take_for(session, length, writes, now, namespace_id)
+        return super()._take_for(session, event, at, writes, now)
 
-    def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
-        slot = super()._take(length, writes, now)
-        if slot is None:
+    def _take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
+        slots = super()._take(length, count, writes, now)
+        if not slots:
             self._refused_bytes = max(self._refused_bytes, length)
         elif length >= self._refused_bytes:
             self._refused_bytes = 0
-        return slot
+        return slots
 
     def _retain_nothing(self, event: Retain, effects: Effects, now: float) -> None:
         """What is here goes down, and may be retained there."""
@@ -100,7 +100,7 @@ class DemotingCore(NodeCore):
                 continue  # it was dropped meanwhile, and is free by now
             self.gone.note(slot.key, GoneWhy.EVICTED, now)
             self.counts["evicted"] += 1
-            self._free(slot, SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, effects.writes)
+            self._free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, effects.writes)
         effects.replies.append(Reply(event.session, event.request, None, False))
 
 

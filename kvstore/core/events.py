@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.core.answers import Answer
 from kvstore.keys import Namespace
+from kvstore.record import BlockParts
 from kvstore.types import Key
 
 NOBODY = -1
@@ -339,6 +341,10 @@ class Reply(NamedTuple):
     can be found by the next get."""
 
 
+mark_of: Callable[[tuple[int, int, int, int, int]], Mark] = partial(tuple.__new__, Mark)
+"""As `Mark(...)`, of all its parts, without taking them apart: there is one for each block."""
+seal_of: Callable[[BlockParts], Seal] = partial(tuple.__new__, Seal)
+"""The same of a `Seal`."""
 Write = Mark | Seal | Fill | Copy | Hold | Keep | Bounds
 
 

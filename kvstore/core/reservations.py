@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.core.answers import NOT_HELD, Grant, PutAnswer
+from kvstore.core.answers import NOT_HELD, PutAnswer, grant_of
 from kvstore.core.blocks import Blocks
 from kvstore.core.events import (
     Abort,
     Commit,
     Effects,
     Fill,
-    Mark,
     Reply,
     Reserve,
     SessionDead,
     SessionResumed,
     Write,
+    mark_of,
 )
 from kvstore.core.holdings import FORMER, Session
-from kvstore.core.memory.granules import GRANULE_BYTES
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.limits import MOVED_BYTES_MAX
-from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, PutResult, rejected
+from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Key, PutResult, rejected
 
 
 class Reservations(Blocks):
@@ -59,49 +59,78 @@ class Reservations(Blocks):
         self._may_move, self._moves_help = MOVED_BYTES_MAX // GRANULE_BYTES, True
         answers: list[PutAnswer] = []
         used: list[Slot] = []
-        sealed_any = False
-        for i, key in enumerate(event.keys):
-            slot = self.by_key.get(key)
+        stored = self.counts["stored"]
+        while (at := len(answers)) < len(event.keys):
+            slot = self.by_key.get(event.keys[at])
             if slot is not None:
                 answers.append(self._already(slot))
                 used.append(slot)
                 continue
-            taken = self._take_for(session, event.sizes[i], effects.writes, now, event.namespace_id)
+            taken = self._take_for(session, event, at, effects.writes, now)
             if isinstance(taken, PutResult):
                 self.counts["rejected"] += 1
                 full = taken is NO_SPACE
                 why = GoneWhy.REFUSED_SPACE if full else GoneWhy.REFUSED_SIZE
-                self.gone.note(key, why, now)
+                self.gone.note(event.keys[at], why, now)
                 answers.append(taken)
                 continue
-            slot = taken
+            used += self._give(session, taken, event, answers, effects.writes, now)
+        if len(used) > 1:
+            self._used(used)
+        effects.replies.append(
+            Reply(event.session, event.request, answers, self.counts["stored"] > stored)
+        )
+
+    def _give(
+        self,
+        session: Session,
+        slots: Sequence[Slot],
+        event: Reserve,
+        answers: list[PutAnswer],
+        writes: list[Write],
+        now: float,
+    ) -> list[Slot]:
+        """Make them those of the next keys that have no answer, and answer; returns the ones whose
+        values came along, which are SEALED."""
+        reserved, marks = SlotState.RESERVED, []
+        fills: list[Write] = []
+        filled: list[Slot] = []
+        at = slice(len(answers), len(answers) + len(slots))
+        for slot, key, length, kind, meta_length, value, checksum in zip(
+            slots,
+            event.keys[at],
+            event.sizes[at],
+            event.kinds[at],
+            event.meta_lengths[at],
+            event.values[at],
+            event.checksums[at],
+            strict=True,
+        ):
             slot.key = key
-            slot.length = event.sizes[i]
-            slot.kind = event.kinds[i]
-            slot.meta_length = event.meta_lengths[i]
+            slot.length = length
+            slot.kind = kind
+            slot.meta_length = meta_length
             slot.namespace_id = event.namespace_id
             slot.reserved_at = slot.used_at = now
             slot.void = False
             slot.published = False
             slot.former_epoch = 0
             self.by_key[key] = slot
-            effects.writes.append(
-                Mark(slot.slot_id, SlotState.RESERVED, slot.generation, slot.granule, slot.size)
-            )
-            value = event.values[i]
+            slot_id, generation = slot.slot_id, slot.generation
+            marks.append((slot_id, reserved, generation, slot.start % PAGE, slot.size))
             if value is None:
-                session.reserved[slot.slot_id] = slot
-                answers.append(Grant(slot.slot_id, slot.generation, slot.offset))
+                session.reserved[slot_id] = slot
+                answers.append(grant_of((slot_id, generation, slot.offset)))
             else:
-                effects.writes.append(Fill(slot.offset, value))
-                self._seal(slot, event.checksums[i], effects.writes)
-                self.counts["stored"] += 1
-                used.append(slot)
-                sealed_any = True
+                fills.append(Fill(slot.offset, value))
+                slot.checksum = checksum
+                filled.append(slot)
                 answers.append(STORED)
-        if len(used) > 1:
-            self._used(used)
-        effects.replies.append(Reply(event.session, event.request, answers, sealed_any))
+        writes += map(mark_of, marks)
+        writes += fills
+        self._seal(filled, writes)
+        self.counts["stored"] += len(filled)
+        return filled
 
     def _already(self, slot: Slot) -> PutResult:
         if slot.state is SlotState.SEALED:
@@ -113,21 +142,33 @@ class Reservations(Blocks):
         return IN_PROGRESS
 
     def _take_for(
-        self, session: Session, length: int, writes: list[Write], now: float, namespace_id: int
-    ) -> Slot | PutResult:
-        """A slot in state RESERVED, or why there is none."""
+        self, session: Session, event: Reserve, at: int, writes: list[Write], now: float
+    ) -> list[Slot] | PutResult:
+        """Slots in state RESERVED for the key at that place and those behind it, as many as there
+        is room for at once; or why there is none."""
+        length, most = event.sizes[at], self.limits.reservations_per_client
         if not 0 < length <= self.allocator.value_bytes_max:
             return rejected(f"size_bytes={length}: must be 1 to {self.allocator.value_bytes_max}")
-        if len(session.reserved) >= self.limits.reservations_per_client:
-            return rejected(
-                f"open reservations={len(session.reserved)}: "
-                f"at most {self.limits.reservations_per_client} a client"
-            )
-        return self._take(length, writes, now) or NO_SPACE
+        left = most - len(session.reserved)
+        if left <= 0:
+            return rejected(f"open reservations={len(session.reserved)}: at most {most} a client")
+        count = min(left, self._alike(event, at))
+        return self._take(length, count, writes, now) or NO_SPACE
+
+    def _alike(self, event: Reserve, at: int) -> int:
+        """How many keys from that place on are new, each another, for values of one size."""
+        size, keys, by_key = event.sizes[at], set[Key](), self.by_key
+        for i in range(at, len(event.keys)):
+            key = event.keys[i]
+            if event.sizes[i] != size or key in keys or key in by_key:
+                break
+            keys.add(key)
+        return len(keys)
 
     def _commit(self, event: Commit, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session)
         answers: list[PutResult] = []
+        sealed: list[Slot] = []
         # Backwards: see `_used`.
         for slot_id, generation, checksum in reversed(event.items):
             slot = self._owned(session, slot_id, generation)
@@ -141,9 +182,11 @@ class Reservations(Blocks):
                 self.counts["rejected"] += 1
                 answers.append(rejected("cleared while it was being written"))
                 continue
-            self._seal(slot, checksum, effects.writes)
+            slot.checksum = checksum
+            sealed.append(slot)
             answers.append(STORED)
-        self.counts["stored"] += answers.count(STORED)
+        self._seal(sealed, effects.writes)
+        self.counts["stored"] += len(sealed)
         answers.reverse()
         effects.replies.append(Reply(event.session, event.request, answers, True))
 

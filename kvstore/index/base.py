@@ -18,6 +18,10 @@ class KeyRecord(NamedTuple):
     record: Record
 
 
+KeyedRecord = tuple[Key, Record]
+"""What a `KeyRecord` is; a batch may have plain ones."""
+
+
 @runtime_checkable
 class Index(Protocol):
     """Maps keys to records. A hint, never the truth: any answer may be stale or gone.
@@ -37,7 +41,7 @@ class Index(Protocol):
         """A record or None for each of `keys`, in order."""
         ...
 
-    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+    def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
         """Set every record, replacing what was there. All or some may be lost on error.
 
         Returns those whose part of the index is away while others took theirs: none,
@@ -45,7 +49,7 @@ class Index(Protocol):
         """
         ...
 
-    def remove(self, records: Sequence[KeyRecord]) -> int:
+    def remove(self, records: Sequence[KeyedRecord]) -> int:
         """Compare and delete: drop each key only while it still holds that record.
 
         Returns how many were dropped.

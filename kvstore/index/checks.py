@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.errors import UsageError
-from kvstore.index.base import ANNOUNCEMENT_BYTES_MAX, KeyRecord
+from kvstore.index.base import ANNOUNCEMENT_BYTES_MAX, KeyedRecord
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.record import SIGNED_RECORD_BYTES
 from kvstore.types import KEY_BYTES, Key
@@ -29,11 +29,11 @@ def check_keys(keys: Sequence[Key]) -> None:
     raise UsageError("keys", wrong, f"each must be {KEY_BYTES} bytes")
 
 
-def check_records(records: Sequence[KeyRecord]) -> None:
+def check_records(records: Sequence[KeyedRecord]) -> None:
     """Raise `UsageError` unless `records` fit into one call and each into Redis' embstr."""
     if len(records) > BATCH_KEYS_MAX:
         raise UsageError("records", f"{len(records)} records", f"at most {BATCH_KEYS_MAX} a call")
-    keys, values = [key for key, _ in records], [record for _, record in records]
+    keys, values = list(zip(*records, strict=True)) or ((), ())
     if (
         set(map(type, keys)) | set(map(type, values)) <= _KEY_TYPES
         and set(map(len, keys)) <= _KEY_SIZES

@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 
-from kvstore.index.base import KeyRecord, Record
+from kvstore.index.base import KeyedRecord, Record
 from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
 from kvstore.machine import REAL, Clock
 from kvstore.types import Key
@@ -42,13 +42,13 @@ class MemoryIndex:
         with self._lock:
             return list(map(self._records.get, keys))
 
-    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+    def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
         check_records(records)
         with self._lock:
             self._records.update(records)
         return []
 
-    def remove(self, records: Sequence[KeyRecord]) -> int:
+    def remove(self, records: Sequence[KeyedRecord]) -> int:
         check_records(records)
         dropped = 0
         with self._lock:

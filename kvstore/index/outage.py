@@ -34,7 +34,7 @@ from kvstore.errors import (
     IndexUnavailableError,
     KVStoreError,
 )
-from kvstore.index.base import Index, KeyRecord, Record
+from kvstore.index.base import Index, KeyedRecord, Record
 from kvstore.machine import REAL, Machine
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
@@ -139,10 +139,10 @@ class GuardedIndex:
     def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
         return self._call(self._reading, self._index.lookup, keys)
 
-    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+    def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
         return self._call(self._writing, self._index.publish, records)
 
-    def remove(self, records: Sequence[KeyRecord]) -> int:
+    def remove(self, records: Sequence[KeyedRecord]) -> int:
         return self._call(self._writing, self._index.remove, records)
 
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:

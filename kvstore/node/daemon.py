@@ -587,8 +587,7 @@ class Node:
         """Do all that `event` brings about but the answers, which are returned."""
         try:
             effects = self.core.handle(event, self._now())
-            for write in effects.writes:
-                self.segment.apply(write)
+            self.segment.apply_all(effects.writes)
         except UsageError:
             raise
         except Exception as e:

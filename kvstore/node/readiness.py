@@ -46,11 +46,9 @@ def slot_works(core: NodeCore, segment: OwnedShm | OwnedCuda, key: Key, now: flo
         return False
     slot_id, generation, offset = answer[0]
     undone = core.handle(Abort(TRIAL, 0, [(slot_id, generation)]), now)
-    for write in (*effects.writes, Fill(offset, key)):
-        segment.apply(write)
+    segment.apply_all([*effects.writes, Fill(offset, key)])
     same = segment.checksum(offset, len(key)) == xxhash.xxh3_64_intdigest(key)
-    for write in undone.writes:
-        segment.apply(write)
+    segment.apply_all(undone.writes)
     core.handle(SessionDead(TRIAL), now)
     return same
 

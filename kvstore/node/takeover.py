@@ -210,8 +210,7 @@ def _take_over(
             epoch, seen = segment.seen()
             core = make_core()
             writes = recover(core, seen, epoch, machine.monotonic())
-        for write in writes:
-            segment.apply(write)
+        segment.apply_all(writes)
         catch_up(core, partial(_apply, segment))
     except (OSError, ValueError, InternalError, AssertionError, LookupError) as e:
         # A segment that nothing can be made of must not keep the node from starting.
@@ -230,8 +229,7 @@ def _take_over(
 
 
 def _apply(segment: OwnedShm, effects: Effects) -> None:
-    for write in effects.writes:
-        segment.apply(write)
+    segment.apply_all(effects.writes)
 
 
 @contextlib.contextmanager

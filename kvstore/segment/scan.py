@@ -12,9 +12,8 @@ at (the segment says which), and of each of the others only one byte, except whe
 from __future__ import annotations
 
 import re
-from functools import partial
 
-from kvstore.core.events import Bounds, Mark, Seal
+from kvstore.core.events import Bounds, Mark, Seal, seal_of
 from kvstore.core.memory.granules import PAGE, granules_of, within
 from kvstore.core.recovery import HeldSlot, Seen, fits
 from kvstore.segment.header import (
@@ -34,8 +33,6 @@ still has of them, and for what is left a look at the header does."""
 WORDS_AT_ONCE = 1 << 12
 """As Python's numbers they take 40 bytes each."""
 _IN_USE = re.compile(rb"[^\0]")
-_make_seal = partial(tuple.__new__, Seal)
-"""As `Seal(...)`, without taking its arguments apart."""
 
 
 class DamagedSegmentError(ValueError):
@@ -163,5 +160,5 @@ class _Scan:
         """What a header describes; None unless it is whole and possible."""
         if seen is None:
             return None
-        block: Seal = _make_seal((page, *seen))
+        block: Seal = seal_of((page, *seen))
         return block if fits(block, self._size_bytes) and block.generation <= self._last else None

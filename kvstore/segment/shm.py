@@ -10,9 +10,11 @@ import contextlib
 import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import xxhash
 
+from kvstore.compiled import part
 from kvstore.compiled.fence import FENCE
 from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
 from kvstore.core.recovery import Seen
@@ -48,6 +50,19 @@ from kvstore.segment.scan import scan
 from kvstore.types import Key
 
 SHM_DIR = Path("/dev/shm")
+
+
+def header_writer(
+    wanted: str | None, module: str = part.BLOCK_WRITES
+) -> Callable[..., None] | None:
+    """What writes headers compiled; None where that in Python is to be used. Raises `ImportError`
+    when `wanted` is `yes` and there is none that fits."""
+    compiled = part.load(wanted, module, part.BLOCK_WRITES_SOURCE)
+    return None if compiled is None else cast("Callable[..., None]", compiled.write_headers)
+
+
+WRITE_HEADERS = header_writer(part.wanted())
+"""The one of this process."""
 
 
 def header_file_bytes(size_bytes: int) -> int:
@@ -193,6 +208,18 @@ class OwnedHeads:
         self._head[LIFE_PLACE : LIFE_PLACE + len(moment.boot)] = moment.boot
 
     def apply(self, write: Write) -> None:
+        self._apply[type(write)](write)
+
+    def apply_all(self, writes: list[Write]) -> None:
+        """Carry them out in their order: compiled where that is there (block_writes.c)."""
+        if WRITE_HEADERS is None:
+            for write in writes:
+                self._apply[type(write)](write)
+            return
+        pages, hints = len(self._held), len(self._hints)
+        WRITE_HEADERS(self._head, pages, hints, writes, Mark, Seal, self._apply_other)
+
+    def _apply_other(self, write: Write) -> None:
         self._apply[type(write)](write)
 
     def _mark(self, write: Mark) -> None:

@@ -129,7 +129,7 @@ def test_a_wheels_name_says_where_it_can_be_installed(wheel: Path, wheel_names: 
     tags = wheel.stem.split("-", 2)[2]
     assert tags == (hatch_build.wheel_tag() if compiled else "py3-none-any")
     assert tags.startswith("cp311-abi3-") or not compiled
-    found = {name for name in wheel_names if name.endswith((".so", ".c"))}
+    found = {name for name in wheel_names if name.endswith((".so", ".c", ".h"))}
     assert found == (parts if compiled else set())
 
 

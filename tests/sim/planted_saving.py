@@ -30,7 +30,7 @@ def seal_before_the_copy(patch):
             if isinstance(answer, Grant):
                 slot = self.allocator.slot(answer[0])
                 del self._sessions[event.session].reserved[slot.slot_id]
-                self._seal(slot, 0, effects.writes)
+                self._seal([slot], effects.writes)
 
     patch(NodeCore, "_reserve", reserve)
 
@@ -184,7 +184,7 @@ def doomed_slot_reused(patch):
             return real(self, slot, why, writes, now)
         pins, slot.pins = slot.pins, 0
         self.allocator.became_evictable(slot)
-        self._free(slot, SlotEvent.EVICT, writes)
+        self._free([slot], SlotEvent.EVICT, writes)
         slot.pins = pins
         return True
 
@@ -207,11 +207,11 @@ def generation_not_advanced(patch):
     """A reader cannot tell a reused slot from the one it was sent to."""
     real = NodeCore._take
 
-    def take(self, length, writes, now):
-        slot = real(self, length, writes, now)
-        if slot is not None and slot.generation > 2:
+    def take(self, *arguments):
+        slots = real(self, *arguments)
+        if slots and slots[-1].generation > 2:
             self._generation -= 1
-        return slot
+        return slots
 
     patch(NodeCore, "_take", take)
 

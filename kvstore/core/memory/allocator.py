@@ -2,9 +2,9 @@
 
 A segment is a run of pages. A slot is an extent of it that begins in the page of its number
 and takes what its value needs (granules.py). Each granule is free (space.py) or of one slot,
-and a slot is RESERVED, SEALED or DOOMED (slots.py); one that was freed last may be FREE
-for a while, so that its place goes whole to a value of its size. Only the node's event
-loop changes any of it: `take` makes a slot, `became_free` ends it.
+and a slot is RESERVED, SEALED or DOOMED (slots.py); those that were freed last may be FREE
+for a while, so that their places go whole to values of their size. Only the node's event
+loop changes any of it: `take` makes slots, `became_free` ends them.
 
 Placement: best fit. Large values come from the lower end of an extent, small ones from
 the upper end: those that live beside each other are alike, and leave holes for the like.
@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
 
 from kvstore.core.memory.eviction import LRU, PolicyFactory
@@ -127,8 +127,8 @@ class Allocator:
         self._slots: dict[int, Slot] = {}
         self._ends: dict[int, Slot] = {}
         """Slots by the granule after their last one."""
-        self._spare: Slot | None = None
-        """Freed last: FREE, and not part of `_space` yet."""
+        self._spares: list[Slot] = []
+        """Freed last, and of one size: FREE, and not part of `_space` yet."""
         self._small = size_bytes // GRANULE_BYTES // SMALL_PART
         self._evictable = policy()
         self._tick = 0
@@ -139,13 +139,13 @@ class Allocator:
     @property
     def free_bytes(self) -> int:
         """What no slot has. A value may still find no room in one piece."""
-        spare = 0 if self._spare is None else self._spare.size
+        spare = sum(slot.size for slot in self._spares)
         return (self._space.free + spare) * GRANULE_BYTES
 
     @property
     def largest_free_bytes(self) -> int:
         """The largest value, about, that finds room without an eviction."""
-        spare = 0 if self._spare is None else self._spare.size
+        spare = self._spares[0].size if self._spares else 0
         return max(self._space.largest, spare) * GRANULE_BYTES
 
     def slot(self, slot_id: int) -> Slot | None:
@@ -153,7 +153,7 @@ class Allocator:
         return self._slots.get(slot_id)
 
     def slots(self) -> Collection[Slot]:
-        """All slots that `slot` may return, in no order; one of them may be FREE."""
+        """All slots that `slot` may return, in no order; those freed last may be FREE."""
         return self._slots.values()
 
     def may_go(self, slot: Slot) -> bool:
@@ -162,29 +162,29 @@ class Allocator:
 
     # --- taking ---------------------------------------------------------------
 
-    def take(self, length: int) -> Slot | None:
-        """A FREE slot for `length` bytes; None when none fits without an eviction."""
+    def take(self, length: int, count: int = 1) -> list[Slot]:
+        """FREE slots for as many values of `length` bytes each as find room side by side, up to
+        `count`; none when not one fits without an eviction. They are where they would be if they
+        were taken one by one."""
         size = granules_of(length)
-        spare = self._spare
-        if spare is not None:
-            if spare.size == size:
-                self._spare = None
-                return spare
-            self._join_spare()
-        return self._carve(size)
+        spares = self._spares
+        if spares and spares[0].size == size:
+            self._spares = spares[count:]
+            return spares[:count]
+        self._join_spares()
+        return self._carve(size, count)
 
-    def _carve(self, size: int) -> Slot | None:
+    def _carve(self, size: int, count: int) -> list[Slot]:
         small = size < self._small
-        start = self._space.take(size, high=small)
-        if start is None:
-            return None
-        if small and start < self.used_from:
-            self.used_from = start
-        elif start < self.used_from:
+        places = self._space.take(size, count, high=small)
+        first = min(places, default=self.used_from)
+        if small:
+            self.used_from = min(first, self.used_from)
+        elif first < self.used_from:
             # One that reaches beyond what small ones have used leaves nothing between the bounds.
-            end = min(start + size, self.used_from)
+            end = min(places[-1] + size, self.used_from)
             self.used_below = max(self.used_below, end)
-        return self._add(start, size)
+        return [self._add(start, size) for start in places]
 
     def _add(self, start: int, size: int) -> Slot:
         slot = Slot(start, size)
@@ -192,9 +192,9 @@ class Allocator:
         self._ends[start + size] = slot
         return slot
 
-    def _join_spare(self) -> None:
-        slot, self._spare = self._spare, None
-        if slot is not None:
+    def _join_spares(self) -> None:
+        spares, self._spares = self._spares, []
+        for slot in spares:
             self._join(slot)
 
     def _join(self, slot: Slot) -> None:
@@ -206,18 +206,23 @@ class Allocator:
         """Pinned or retained: not evictable."""
         self._evictable.remove(slot.slot_id)
 
-    def became_evictable(self, slot: Slot) -> None:
-        """Sealed, or sealed and no longer pinned or retained. One that is retained still is not."""
-        self._tick += 1
-        slot.last_use = self._tick
-        if not slot.kept_until:
-            self._evictable.insert(slot.slot_id)
+    def became_evictable(self, *slots: Slot) -> None:
+        """Sealed, or sealed and no longer pinned or retained, one after the other. Those that are
+        retained still are not."""
+        for slot in slots:
+            self._tick += 1
+            slot.last_use = self._tick
+            if not slot.kept_until:
+                self._evictable.insert(slot.slot_id)
 
-    def became_free(self, slot: Slot) -> None:
-        """Aborted, evicted, dropped or unpinned after it was dropped."""
-        self._evictable.remove(slot.slot_id)
-        self._join_spare()
-        self._spare = slot
+    def became_free(self, *slots: Slot) -> None:
+        """Aborted, evicted, dropped or unpinned after they were dropped, at once."""
+        self._join_spares()
+        for slot in slots:
+            self._evictable.remove(slot.slot_id)
+            if self._spares and self._spares[0].size != slot.size:
+                self._join_spares()
+            self._spares.append(slot)
 
     def used(self, slot: Slot) -> None:
         """A reader used the block."""
@@ -259,13 +264,13 @@ class Allocator:
         moves: list[Move] = []
         blocks = sorted(slots, key=lambda slot: slot.size, reverse=True)
         for block in blocks:
-            place = self._carve(block.size)
-            if place is None:
+            places = self._carve(block.size, 1)
+            if not places:
                 for move in moves:
                     self._join(move.new)
                 moves = []
                 break
-            moves.append(Move(block, place))
+            moves.append(Move(block, places[0]))
         for hole in holes:
             self._space.give(hole.start, hole.size)
         return moves
@@ -277,7 +282,7 @@ class Allocator:
         if not self.evicts:
             return None
         size = granules_of(length)
-        self._join_spare()
+        self._join_spares()
         window = self._anywhere(size, _clearing_cost, _may_move)
         if window is None:
             return None
@@ -297,7 +302,7 @@ class Allocator:
 
     def moves_for(self, clearance: Clearance) -> list[Move]:
         """Where those blocks go, now that the victims are free; none when it cannot be."""
-        self._join_spare()
+        self._join_spares()
         # What is free on both sides of the window's border is one extent: only its part within
         # is not to be taken.
         within: list[tuple[int, int]] = []
@@ -319,21 +324,23 @@ class Allocator:
 
     # --- making room ------------------------------------------------------------
 
-    def victims(self, length: int) -> list[Slot]:
-        """Slots whose blocks must go so that `take` finds room; none when nothing that may go would
-        be enough, or nothing may. The caller frees all of them."""
-        return self.in_the_way(length) if self.evicts else []
+    def victims(self, length: int, count: int = 1) -> list[Slot]:
+        """Slots whose blocks must go so that `take` finds room for one value of `length` bytes, or
+        for up to `count` where each takes the place of one block; none when nothing that may go
+        would be enough, or nothing may. The caller frees all of them."""
+        return self.in_the_way(length, count) if self.evicts else []
 
-    def in_the_way(self, length: int) -> list[Slot]:
+    def in_the_way(self, length: int, count: int = 1) -> list[Slot]:
         """`victims`, whether or not anything is evicted here."""
         size = granules_of(length)
-        self._join_spare()
-        first = next(self._evictable.coldest(), None)
-        if first is None:
-            return []
-        if self._slots[first].size == size:
-            return [self._slots[first]]
+        self._join_spares()
+        coldest = map(self._slots.__getitem__, self._evictable.coldest())
+        alike = list(takewhile(lambda slot: slot.size == size, islice(coldest, count)))
+        if alike:
+            return alike
         cold = [self._slots[i] for i in islice(self._evictable.coldest(), COLD_TRIED)]
+        if not cold:
+            return []
         seeds = [Extent(slot.start, slot.size, slot) for slot in cold]
         cost = self._evict_cost(cold[0])
         windows = (self._window(self._around(seed, size, _may_go), size, cost) for seed in seeds)

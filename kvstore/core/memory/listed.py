@@ -7,7 +7,7 @@ page before, whatever has changed. No page looks at much more blocks than it has
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 
 from kvstore.core.memory.slots import Slot
@@ -30,7 +30,7 @@ class Listed:
     """The sealed blocks by key. A change costs the same however many there are."""
 
     def __init__(self) -> None:
-        self._buckets: dict[int, set[Key]] = {}
+        self._buckets: defaultdict[int, set[Key]] = defaultdict(set)
         self._by_namespace: dict[int, int] = {}
         self.bytes = 0
         """Of all payloads."""
@@ -39,33 +39,30 @@ class Listed:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, slot: Slot) -> None:
-        """A block was sealed."""
-        key, namespace_id = slot.key, slot.namespace_id
-        number = _bucket(key)
-        bucket = self._buckets.get(number)
-        if bucket is None:
-            self._buckets[number] = {key}
-        else:
-            bucket.add(key)
-        self._by_namespace[namespace_id] = self._by_namespace.get(namespace_id, 0) + 1
-        self.bytes += slot.length
-        self._count += 1
+    def add(self, *slots: Slot) -> None:
+        """Blocks were sealed."""
+        buckets, blocks = self._buckets, self._by_namespace
+        for slot in slots:
+            key, namespace_id = slot.key, slot.namespace_id
+            buckets[_bucket(key)].add(key)
+            blocks[namespace_id] = blocks.get(namespace_id, 0) + 1
+            self.bytes += slot.length
+        self._count += len(slots)
 
-    def remove(self, slot: Slot) -> None:
-        """A sealed block is about to leave."""
-        number = _bucket(slot.key)
-        bucket = self._buckets[number]
-        bucket.remove(slot.key)
-        if not bucket:
-            del self._buckets[number]
-        left = self._by_namespace[slot.namespace_id] - 1
-        if left:
-            self._by_namespace[slot.namespace_id] = left
-        else:
-            del self._by_namespace[slot.namespace_id]
-        self.bytes -= slot.length
-        self._count -= 1
+    def remove(self, *slots: Slot) -> None:
+        """Sealed blocks are about to leave."""
+        blocks = self._by_namespace
+        for slot in slots:
+            number = _bucket(slot.key)
+            bucket = self._buckets[number]
+            bucket.remove(slot.key)
+            if not bucket:
+                del self._buckets[number]
+            blocks[slot.namespace_id] -= 1
+            if not blocks[slot.namespace_id]:
+                del blocks[slot.namespace_id]
+            self.bytes -= slot.length
+        self._count -= len(slots)
 
     def page(self, after: bytes, at_most: int) -> list[Key]:
         """The first `at_most` keys behind `after`, all when that is empty."""

@@ -47,8 +47,9 @@ class Space:
         """Size of the largest free extent, in granules."""
         return self._sizes[-1] if self._sizes else 0
 
-    def take(self, size: int, *, high: bool) -> int | None:
-        """Take `size` granules from the upper end of an extent or its lower one; return where."""
+    def take(self, size: int, count: int = 1, *, high: bool) -> range:
+        """Take up to `count` times `size` granules, side by side from the upper end of an extent on
+        or its lower one; return where, in that order. Empty when none holds `size`."""
         sizes = self._sizes
         whole_pages = aligned(size)
         for index in range(bisect_left(sizes, size), len(sizes)):
@@ -61,10 +62,16 @@ class Space:
                         at &= -PAGE
                 else:
                     at = -(-start // PAGE) * PAGE if whole_pages else start
-                if start <= at and at + size <= start + have:
-                    self._cut(start, have, at, size)
-                    return at
-        return None
+                if not start <= at <= start + have - size:
+                    continue
+                room = at + size - start if high else start + have - at
+                taken = min(count, room // size)
+                if high:
+                    at -= (taken - 1) * size
+                self._cut(start, have, at, taken * size)
+                places = range(at, at + taken * size, size)
+                return places[::-1] if high else places
+        return range(0)
 
     def give(self, start: int, size: int) -> None:
         """Make these granules free again, joined with the free extents that they touch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvstore.types import TAG_BYTES, Key
@@ -62,17 +63,22 @@ class Departures:
 
     def note(self, key: Key, why: GoneWhy, now: float) -> None:
         """`key` left at `now`; an earlier departure of the same key is forgotten."""
-        prefix = key[_PREFIX]
-        position = self._next
-        old = self._keys[position]
-        if self._places.get(old) == position:
-            del self._places[old]
-            self.forgotten += 1
-        self._keys[position] = prefix
-        self._at[position] = now
-        self._why[position] = why
-        self._places[prefix] = position
-        self._next = position + 1 if position + 1 < len(self._keys) else 0
+        self.note_each((key,), why, now)
+
+    def note_each(self, keys: Iterable[Key], why: GoneWhy, now: float) -> None:
+        """The same of several, one after the other."""
+        ring, places, position = self._keys, self._places, self._next
+        for key in keys:
+            prefix, old = key[_PREFIX], ring[position]
+            if places.get(old) == position:
+                del places[old]
+                self.forgotten += 1
+            ring[position] = prefix
+            self._at[position] = now
+            self._why[position] = why
+            places[prefix] = position
+            position = position + 1 if position + 1 < len(ring) else 0
+        self._next = position
 
     def get(self, key: Key) -> Departure | None:
         """The latest departure of `key`; None when there was none or it is forgotten."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from kvstore.core.memory.slots import Slot
@@ -45,22 +45,25 @@ class Outbox:
     def removals_pending(self) -> int:
         return len(self._removals)
 
-    def publish(self, slot: Slot) -> None:
-        """A block was sealed: its record is due in the index."""
-        self._unpublished[slot.key] = slot
+    def publish(self, *slots: Slot) -> None:
+        """Blocks were sealed: their records are due in the index."""
+        for slot in slots:
+            self._unpublished[slot.key] = slot
 
     def publish_again(self, slot: Slot) -> None:
         """The index may have lost it: nobody waits, so it goes after what was sealed lately."""
         if slot.key not in self._unpublished:
             self._unknown[slot.key] = slot
 
-    def withdraw(self, slot: Slot) -> None:
-        """A sealed block is gone: its record must not stay."""
-        for pending in (self._unpublished, self._unknown):
-            if pending.get(slot.key) is slot:
-                del pending[slot.key]
-        if slot.published:
-            self.remove(slot.key, slot.record)
+    def withdraw(self, *slots: Slot) -> None:
+        """Sealed blocks are gone: their records must not stay."""
+        for pending in filter(None, (self._unpublished, self._unknown)):
+            for slot in slots:
+                if pending.get(slot.key) is slot:
+                    del pending[slot.key]
+        for slot in slots:
+            if slot.published:
+                self.remove(slot.key, slot.record)
 
     def remove(self, key: Key, record: bytes) -> None:
         """Have this record removed: the index may hold it, and it is wrong."""
@@ -78,10 +81,10 @@ class Outbox:
             work.append((key, slot.record))
         return work
 
-    def published(self, work: Iterable[KeyedRecord]) -> None:
+    def published(self, work: Sequence[KeyedRecord]) -> None:
         """The index took `work`; blocks that changed meanwhile stay pending."""
-        for key, record in work:
-            for pending in (self._unpublished, self._unknown):
+        for pending in filter(None, (self._unpublished, self._unknown)):
+            for key, record in work:
                 slot = pending.get(key)
                 if slot is not None and slot.record == record:
                     del pending[key]

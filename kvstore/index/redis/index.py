@@ -16,7 +16,7 @@ from typing import TypeVar
 from redis.crc import key_slot
 
 from kvstore.errors import IndexUnavailableError, UsageError
-from kvstore.index.base import KeyRecord, Record
+from kvstore.index.base import KeyedRecord, Record
 from kvstore.index.checks import check_keys, check_records
 from kvstore.index.redis.announcements import RedisNodes
 from kvstore.index.redis.cluster import ClusterRoute
@@ -149,10 +149,10 @@ class RedisIndex:
     def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
         return list(chain.from_iterable(self._mget(keys)))
 
-    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+    def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
         check_records(records)
         batches, replies = self._batches(self._write, records, _PAIRS_MAX, self._space.set_request)
-        lost: list[KeyRecord] = []
+        lost: list[KeyedRecord] = []
         for batch, reply in zip(batches, replies, strict=True):
             if isinstance(reply, LostReply):
                 lost += batch
@@ -160,7 +160,7 @@ class RedisIndex:
                 self._replies.value(reply)
         return lost
 
-    def remove(self, records: Sequence[KeyRecord]) -> int:
+    def remove(self, records: Sequence[KeyedRecord]) -> int:
         check_records(records)
         if not self._scripts_banned:
             replies, again = self._evalsha(records)
@@ -253,11 +253,11 @@ class RedisIndex:
             [Request(pack(b), slot(b[0] if isinstance(b[0], bytes) else b[0][0])) for b in batches]
         )
 
-    def _evalsha(self, records: Sequence[KeyRecord]) -> tuple[list[int], Reply]:
+    def _evalsha(self, records: Sequence[KeyedRecord]) -> tuple[list[int], Reply]:
         """How many keys each batch dropped, and the reply that says that scripts are banned, if
         they are."""
 
-        def pack(batch: Sequence[KeyRecord]) -> bytes:
+        def pack(batch: Sequence[KeyedRecord]) -> bytes:
             return self._space.script_request(_REMOVE_SHA, batch)
 
         _, replies = self._batches(self._write, records, _PAIRS_MAX, pack)
@@ -273,10 +273,10 @@ class RedisIndex:
             return [], refusal
         return [self._replies.number(reply) for reply in replies], None
 
-    def _remove_watched(self, batch: Sequence[KeyRecord]) -> int:
+    def _remove_watched(self, batch: Sequence[KeyedRecord]) -> int:
         """Compare and delete in a transaction, where scripts are banned."""
         names = [self._space.redis_key(key) for key, _ in batch]
-        links = self._write.links_for(self._space.slot(batch[0].key))
+        links = self._write.links_for(self._space.slot(batch[0][0]))
         deadline = monotonic() + links.timeout_s
         read = command(b"WATCH", *names) + command(b"MGET", *names)
         link = links.take(deadline)

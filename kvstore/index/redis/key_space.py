@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from binascii import hexlify
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
 from redis.crc import key_slot
 
 from kvstore.batches import in_batches
+from kvstore.compiled import part
 from kvstore.errors import UsageError
-from kvstore.index.base import KeyRecord
+from kvstore.index.base import KeyedRecord
 from kvstore.keys import DIGEST_BYTES
 from kvstore.types import TAG_BYTES, Key
 
@@ -35,8 +36,11 @@ _digest_of: Callable[[Key], bytes] = itemgetter(slice(TAG_BYTES, None))
 
 def command(*args: bytes) -> bytes:
     """One request of a few arguments."""
-    head = b"*%d\r\n" % len(args)
-    return head + b"".join([b"$%d\r\n%s\r\n" % (len(arg), arg) for arg in args])
+    return b"*%d\r\n" % len(args) + _arguments(*args)
+
+
+def _arguments(*args: bytes) -> bytes:
+    return b"".join([b"$%d\r\n%s\r\n" % (len(arg), arg) for arg in args])
 
 
 def check_prefix(prefix: str) -> str:
@@ -55,6 +59,39 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
+Pack = Callable[[bytes, bytes, bytes, list[KeyedRecord], bool], bytes]
+"""As `pack_pairs`."""
+
+
+def pack_pairs(
+    head: bytes, before: bytes, after: bytes, pairs: list[KeyedRecord], paired: bool
+) -> bytes:
+    """A request: `head`, then each key and its record, or all keys and then all records.
+
+    `before` and `after` are what stands around the tag of a key, its length included.
+    """
+    names = [
+        b"%s%s%s%s\r\n" % (before, hexlify(key[:TAG_BYTES]), after, key[TAG_BYTES:])
+        for key, _ in pairs
+    ]
+    records = [b"$%d\r\n%s\r\n" % (len(record), record) for _, record in pairs]
+    if paired:
+        return head + b"".join(chain.from_iterable(zip(names, records, strict=True)))
+    return head + b"".join(names) + b"".join(records)
+
+
+def packer(wanted: str | None, module: str = part.BLOCK_WRITES) -> Pack:
+    """`pack_pairs`, or the same compiled (docs/decisions/0080), where it is there. Raises
+    `ImportError` where `wanted` is `yes` and it is not."""
+    compiled = part.load(wanted, module, part.BLOCK_WRITES_SOURCE)
+    made: Pack = pack_pairs if compiled is None else compiled.request
+    return made
+
+
+PACK = packer(part.wanted())
+"""The one of this process."""
+
+
 class KeySpace:
     """Everything under one key prefix: how keys are spelled and put into requests."""
 
@@ -63,7 +100,7 @@ class KeySpace:
         self._head = raw + b":{%s}:"
         key_bytes = len(self._head % (b"0" * (2 * TAG_BYTES))) + DIGEST_BYTES
         self._argument = b"$%d\r\n" % key_bytes + self._head
-        self._pair = self._argument + b"%s\r\n$%d\r\n%s"
+        self._before, self._after = self._argument.split(b"%s")
         self.epoch_key = raw + b":epoch"
         self.nodes_key = raw + b":nodes"
         self._node_keys = raw + b":node:"
@@ -87,24 +124,19 @@ class KeySpace:
         parts.append(b"")
         return b"\r\n".join(parts)
 
-    def set_request(self, records: Sequence[KeyRecord]) -> bytes:
+    def set_request(self, records: Sequence[KeyedRecord]) -> bytes:
         """`MSET key record key record ...`"""
-        parts = [b"*%d\r\n$4\r\nMSET" % (2 * len(records) + 1)]
-        pair = self._pair
-        parts += [
-            pair % (hexlify(key[:TAG_BYTES]), key[TAG_BYTES:], len(record), record)
-            for key, record in records
-        ]
-        parts.append(b"")
-        return b"\r\n".join(parts)
+        head = b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(records) + 1)
+        return PACK(head, self._before, self._after, list(records), True)
 
-    def script_request(self, sha: bytes, records: Sequence[KeyRecord]) -> bytes:
+    def script_request(self, sha: bytes, records: Sequence[KeyedRecord]) -> bytes:
         """`EVALSHA sha n key ... record ...`"""
-        keys = [self.redis_key(key) for key, _ in records]
-        return command(b"EVALSHA", sha, b"%d" % len(keys), *keys, *[r for _, r in records])
+        count = b"%d" % len(records)
+        head = b"*%d\r\n" % (2 * len(records) + 3) + _arguments(b"EVALSHA", sha, count)
+        return PACK(head, self._before, self._after, list(records), False)
 
 
-def _tag_of_record(record: KeyRecord) -> bytes:
+def _tag_of_record(record: KeyedRecord) -> bytes:
     return record[0][:TAG_BYTES]
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from kvstore.core.events import Reply
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.base import Index, KeyRecord
+from kvstore.index.base import Index
 from kvstore.machine import REAL, Machine
 from kvstore.node.control.liveness import Speaker
 from kvstore.node.control.turns import AT_ONCE_ITEMS, TURN_ITEMS
@@ -80,7 +80,7 @@ class Publisher:
         work = outbox.take_publications(PUBLISH_BATCH)
         again_s = 0.0
         try:
-            lost = self._index.publish(list(map(KeyRecord._make, work)))
+            lost = self._index.publish(work)
             if lost:
                 away = set(lost)
                 outbox.published([item for item in work if item not in away])
@@ -131,7 +131,7 @@ class Publisher:
             return
         again_s = REMOVE_DELAY_S
         try:
-            self._index.remove([KeyRecord(*item) for item in work])
+            self._index.remove(work)
             self._core.outbox.removed(work)
         except IndexUnavailableError:
             again_s = INDEX_RETRY_S
@@ -161,7 +161,7 @@ class Publisher:
             batch = self._core.take_published(REMOVE_BATCH)
             if not batch:
                 return
-            self._index.remove([KeyRecord(*item) for item in batch])
+            self._index.remove(batch)
 
 
 def _items(reply: Reply) -> int:

@@ -11,7 +11,7 @@ from kvstore.core.memory.granules import GRANULE_BYTES
 from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.report import stats
-from kvstore.index.base import KeyRecord, Record
+from kvstore.index.base import KeyedRecord, KeyRecord, Record
 from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.record import unpack_record
 from kvstore.segment.header import RESERVED, unpack
@@ -179,7 +179,7 @@ class Checks:
 
     # --- before a node publishes ---------------------------------------------------
 
-    def published(self, records: Sequence[KeyRecord]) -> None:
+    def published(self, records: Sequence[KeyedRecord]) -> None:
         """Check rule 3: what is published is SEALED and whole."""
         for key, record in records:
             location = unpack_record(key, record)
@@ -195,7 +195,7 @@ class Checks:
             if not self.right(key, segment.bytes_at(slot.offset, header.length)):
                 self._world.fail(f"rule 3: {_short(key)} published before its bytes were in place")
 
-    def before_removal(self, records: Sequence[KeyRecord]) -> None:
+    def before_removal(self, records: Sequence[KeyedRecord]) -> None:
         truth = self._world.index.truth()
         self._removing = [
             (key, record)

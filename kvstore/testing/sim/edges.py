@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
+from kvstore import record
 from kvstore.client import pins, reader
 from kvstore.client.remote import fetch
 from kvstore.client.values import put_pipeline
 from kvstore.compiled import part
-from kvstore.segment import batch_read
+from kvstore.core import blocks
+from kvstore.segment import batch_read, shm
 from kvstore.testing.sim.models import memory
 
 if TYPE_CHECKING:
@@ -38,9 +40,10 @@ def _edges(world: World) -> Iterator[tuple[ModuleType, str, object]]:
     for module in (reader, fetch, batch_read):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
     # In Python unless asked otherwise: a seed is the same run on every machine.
-    wanted = part.wanted()
-    chosen = batch_read.choose("yes" if wanted == "yes" else "no")
-    yield batch_read, "READER", memory.SimReader(world, chosen)
+    wanted = "yes" if part.wanted() == "yes" else "no"
+    yield batch_read, "READER", memory.SimReader(world, batch_read.choose(wanted))
+    yield shm, "WRITE_HEADERS", shm.header_writer(wanted)
+    yield blocks, "PACK_EACH", record.packer(wanted)
 
 
 @contextlib.contextmanager

@@ -54,14 +54,14 @@ class RestlessCore(NodeCore):
         super().__init__(**options)
         self._rng = random.Random(self.epoch)
 
-    def _take(self, length: int, writes: list[Write], now: float) -> Slot | None:
+    def _take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
         if self._rng.random() < MOVES:
             idle = [s for s in self.by_key.values() if s.state is SlotState.SEALED and not s.pins]
             old = self._rng.choice(idle) if idle else None
-            new = self.allocator.take(old.length) if old is not None else None
-            if old is not None and new is not None:
-                self._move(old, new, writes)
-        return super()._take(length, writes, now)
+            new = self.allocator.take(old.length) if old is not None else []
+            if old is not None and new:
+                self._move(old, new[0], writes)
+        return super()._take(length, count, writes, now)
 
 
 class SimLoop:

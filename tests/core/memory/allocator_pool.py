@@ -25,12 +25,16 @@ class Pool:
         self.evictions = []
         """(request in granules, sizes of what was evicted for it)"""
 
+    def take(self, length: int):
+        """One slot, None without room."""
+        return next(iter(self.allocator.take(length)), None)
+
     def put(self, length: int, *, seal: bool = True):
-        slot = self.allocator.take(length)
+        slot = self.take(length)
         if slot is None:
             for old, new in self.allocator.moves(length, self.may_move):
                 self.move(old, new)
-            slot = self.allocator.take(length)
+            slot = self.take(length)
         if slot is None:
             victims = self.allocator.victims(length)
             if not victims:
@@ -41,7 +45,7 @@ class Pool:
                 self.drop(victim)
                 self.evicted.append(victim)
             self.evictions.append((granules_of(length), [v.size for v in victims]))
-            slot = self.allocator.take(length)
+            slot = self.take(length)
         assert slot.state is SlotState.FREE
         slot.length = length
         slot.move(SlotEvent.RESERVE)

@@ -264,7 +264,7 @@ class TestBounds:
         low, high = 0, size
         while pool.used < 0.97:
             length = rng.choice([4096, 9000, 40_000, MIB, 5 * MIB])
-            slot = allocator.take(length)
+            slot = pool.take(length)
             if slot is None:
                 break
             if slot.size < size // 1024:
@@ -282,7 +282,7 @@ class TestBounds:
         assert bounds == (3 * 1024, 64 * 1024 - 3 * 4)
         for slot, length in ((large[0], MIB // 2), (small[0], 4096)):
             pool.drop(slot)
-            pool.allocator.take(2 * MIB)  # what was freed last joins the rest
+            pool.take(2 * MIB)  # what was freed last joins the rest
             bounds = (bounds[0] + 2 * 1024, bounds[1])
             assert pool.put(length).offset == slot.offset
             assert (pool.allocator.used_below, pool.allocator.used_from) == bounds

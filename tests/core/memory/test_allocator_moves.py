@@ -58,7 +58,7 @@ class TestMoves:
     def test_no_more_is_moved_than_the_caller_allows(self):
         pool, slots = self.holes()
         cost = move_cost(slots[0])
-        assert pool.allocator.take(64 * KIB) is None
+        assert pool.take(64 * KIB) is None
         assert pool.allocator.moves(64 * KIB, 4 * cost - 1) == []
         assert len(pool.allocator.moves(64 * KIB, 4 * cost)) == 4
 
@@ -76,7 +76,7 @@ class TestMoves:
         slots = [pool.put(length * KIB) for length in (200, 256, 200, 368)]
         pool.drop(slots[0])
         pool.drop(slots[2])
-        assert pool.allocator.take(300 * KIB) is None
+        assert pool.take(300 * KIB) is None
         before = list(pool.allocator.extents())
         assert pool.allocator.moves(300 * KIB, 1 << 30) == []
         assert list(pool.allocator.extents()) == before
@@ -100,7 +100,7 @@ class TestMoves:
         pool.drop(slots[20])  # the largest hole
         for slot in slots[21:]:
             pool.pin(slot)
-        assert pool.allocator.take(40 * KIB) is None
+        assert pool.take(40 * KIB) is None
         moves = pool.allocator.moves(40 * KIB, 1 << 30)
         assert [move.old for move in moves] == [slots[19]]
 
@@ -111,7 +111,7 @@ class TestMoves:
             slots = sorted((pool.put(8192) for _ in range(20)), key=lambda slot: slot.offset)
             for slot in slots[: 2 * free : 2]:
                 pool.drop(slot)
-            assert pool.allocator.take(16384) is None
+            assert pool.take(16384) is None
             assert bool(pool.allocator.moves(16384, 1 << 30)) == moved
 
     def test_holes_of_just_as_many_bytes_as_are_wanted_are_enough(self):
@@ -133,7 +133,7 @@ class TestMoves:
                 pool.pin(slot)
             elif size < 0:
                 pool.drop(slot)
-        assert pool.allocator.take(pool.size_bytes) is None  # what was freed last joins the rest
+        assert pool.take(pool.size_bytes) is None  # what was freed last joins the rest
         return pool, slots, list(pool.allocator.extents())
 
     @pytest.mark.parametrize(

@@ -9,10 +9,23 @@ from hypothesis import strategies as st
 
 from kvstore.core.memory.allocator import Allocator
 from kvstore.core.memory.granules import PAGE, PAGED
+from kvstore.core.memory.slots import SlotEvent
 from kvstore.core.memory.space import Space
 from kvstore.errors import InternalError, UsageError
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
+def one(space, size, *, high):
+    """Where `size` granules were taken; None when nowhere."""
+    return next(iter(space.take(size, high=high)), None)
+
+
+def free_at_once(pool, slots):
+    for slot in slots:
+        slot.move(SlotEvent.EVICT)
+    pool.allocator.became_free(*slots)
+    return pool.allocator
 
 
 class TestSpace:
@@ -21,15 +34,32 @@ class TestSpace:
         slots = [pool.put(8192) for _ in range(6)]
         pool.drop(slots[1])
         pool.drop(slots[3])
-        assert pool.allocator.take(8192) is slots[3]
+        assert pool.take(8192) is slots[3]
+
+    def test_those_that_were_freed_at_once_go_whole_to_as_many_of_their_size(self):
+        pool = Pool(MIB)
+        slots = [pool.put(8192) for _ in range(6)]
+        allocator = free_at_once(pool, slots[1:4])
+        assert allocator.free_bytes == MIB - 3 * 8192
+        assert allocator.take(8192, 2) == slots[1:3]
+        assert allocator.take(8192, 2) == slots[3:4]
+        assert len(list(allocator.extents())) == 7
+
+    def test_of_several_sizes_that_were_freed_at_once_the_last_ones_stay_whole(self):
+        pool = Pool(MIB)
+        slots = [pool.put(length) for length in (8192, 16384, 8192, 8192)]
+        allocator = free_at_once(pool, slots)
+        assert allocator.take(8192, 9) == slots[2:]
+        assert allocator.take(16384)[0].size == 16
+        assert sum(extent.size for extent in allocator.extents()) == 1024
 
     def test_room_that_was_just_made_is_found_behind_holes_that_begin_amiss(self):
         """Of its size, and each too small only because it does not begin where a page does."""
         amiss = [(start + 1, PAGED) for start in range(0, 6 * 32, 32)]
         space = Space(512, amiss)
-        assert space.take(PAGED, high=False) is None
+        assert one(space, PAGED, high=False) is None
         space.give(256, PAGED)
-        assert space.take(PAGED, high=False) == 256
+        assert one(space, PAGED, high=False) == 256
 
     def test_a_full_pool_has_no_room_at_all(self):
         pool = Pool(64 * KIB)
@@ -95,10 +125,10 @@ class TestSpace:
 
     def test_what_is_taken_to_its_end_leaves_no_extent_of_nothing(self):
         space = Space(64)
-        assert space.take(24, high=False) == 0
-        assert space.take(8, high=True) == 56
+        assert one(space, 24, high=False) == 0
+        assert one(space, 8, high=True) == 56
         assert list(space) == [(24, 32)]
-        assert space.take(32, high=False) == 24
+        assert one(space, 32, high=False) == 24
         assert list(space) == []
 
     def test_an_extent_that_begins_within_a_page_gives_its_start_to_small_and_a_page_to_large(self):
@@ -107,11 +137,11 @@ class TestSpace:
             *((PAGED, False, PAGE), (PAGED, True, 60 - PAGED)),
         ):
             space = Space(64, [(2, 60)])
-            assert space.take(size, high=high) == at
+            assert one(space, size, high=high) == at
 
     def test_a_page_is_found_for_large_where_the_smallest_extent_has_none(self):
         space = Space(128, [(2, PAGED), (40, PAGED + PAGE)])
-        assert space.take(PAGED, high=False) == 40
+        assert one(space, PAGED, high=False) == 40
 
     def test_the_largest_extent_is_told_and_may_be_taken_whole(self):
         space = Space(64, [(0, 8), (16, 24), (48, 16)])
@@ -127,7 +157,7 @@ class TestSpace:
         taken = []
         for _ in range(100):
             size = rng.choice([4, 5, 7, 16, 20, 64])
-            at = space.take(size, high=rng.random() < 0.5)
+            at = one(space, size, high=rng.random() < 0.5)
             if at is not None:
                 taken.append((at, size))
             elif taken:

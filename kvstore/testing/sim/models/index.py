@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
-from kvstore.index.base import KeyRecord, Record
+from kvstore.index.base import KeyedRecord, Record
 from kvstore.index.memory import MemoryIndex
 from kvstore.record import pack_record, unpack_record
 from kvstore.types import Key
@@ -33,7 +33,7 @@ class SimServer(MemoryIndex):
         self.slow = self.lying = self.forged = self.lagging = self.shard_away = False
         self.lied_at = 0.0
         self.replica: dict[Key, Record] = {}
-        self.late: set[KeyRecord] = set()
+        self.late: set[KeyedRecord] = set()
         """Written by calls that had given up: nobody can know that they must go."""
         self.last_seen: dict[Key, float] = {}
         """Until when a key was there for readers; infinity while it is."""
@@ -42,9 +42,9 @@ class SimServer(MemoryIndex):
     def _fresh_incarnation(self) -> None:
         self._incarnation = f"{self._rng.getrandbits(64):016x}"
 
-    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
-        lost = [item for item in records if self.away(item.key)]
-        records = [item for item in records if not self.away(item.key)]
+    def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
+        lost = [item for item in records if self.away(item[0])]
+        records = [item for item in records if not self.away(item[0])]
         super().publish(records)
         for key, record in records:
             self.last_seen[key] = float("inf")
@@ -54,7 +54,7 @@ class SimServer(MemoryIndex):
         self._replicate(dict(records))
         return lost
 
-    def remove(self, records: Sequence[KeyRecord]) -> int:
+    def remove(self, records: Sequence[KeyedRecord]) -> int:
         if any(self.away(key) for key, _ in records):
             raise IndexUnavailableError("simulated: a shard is away")
         gone: dict[Key, Record | None] = {k: None for k, r in records if self._records.get(k) == r}
@@ -165,9 +165,9 @@ class SimServer(MemoryIndex):
         changed = rng.sample([*forged], rng.randrange(3))
         return pack_record(key, real._replace(**{name: forged[name] for name in changed}))
 
-    def _some_blocks(self) -> list[KeyRecord]:
+    def _some_blocks(self) -> list[KeyedRecord]:
         some = self._rng.sample([*self._records], min(3, len(self._records)))
-        return [KeyRecord(key, self._records[key]) for key in some]
+        return [(key, self._records[key]) for key in some]
 
     def said(self, raw: bytes | None) -> bytes | None:
         """Return an announcement as a reader gets to see it."""
@@ -253,7 +253,7 @@ class SimIndex:
 
         return self._call(act)
 
-    def publish(self, records: Sequence[KeyRecord]) -> Sequence[KeyRecord]:
+    def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
         def late() -> None:
             self._server.late.update(records)
             self._server.publish(records)
@@ -262,7 +262,7 @@ class SimIndex:
         self._world.note("publish", [key for key, _ in records])
         return self._call(lambda: self._server.publish(records), late)
 
-    def remove(self, records: Sequence[KeyRecord]) -> int:
+    def remove(self, records: Sequence[KeyedRecord]) -> int:
         def act() -> int:
             self._world.checks.before_removal(records)
             dropped = self._server.remove(records)

@@ -130,10 +130,14 @@ class SimOwned(OwnedShm):
     def apply(self, write: Write) -> None:
         self.world.checks.before_write(self, write)
         self.world.pause()
-        super().apply(write)
+        super().apply_all([write])
         if isinstance(write, Copy):
             self.world.count("moved")
         self.world.checks.after_write(self, write)
+
+    def apply_all(self, writes: list[Write]) -> None:
+        for write in writes:
+            self.apply(write)
 
     def bytes_at(self, offset: int, size_bytes: int) -> bytes:
         return self._data[offset : offset + size_bytes]
