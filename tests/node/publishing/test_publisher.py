@@ -27,8 +27,8 @@ class Sharded(MemoryIndex):
     def publish(self, records):
         if self.gone:
             raise IndexUnavailableError("switched off")
-        super().publish([record for record in records if record.key not in self.away])
-        return [record for record in records if record.key in self.away]
+        super().publish([pair for pair in records if pair[0] not in self.away])
+        return [pair for pair in records if pair[0] in self.away]
 
     def remove(self, records):
         if self.gone:
