@@ -157,6 +157,12 @@ def _group(
 ) -> GroupShape:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     pp_size = parallel.pipeline_parallel_size
+    if not group.layer_names:
+        raise UsageError(
+            "pipeline_parallel_size",
+            pp_size,
+            f"must be 1: one of its stages has no layer of KV cache group {number}, and others do",
+        )
     layers = {"kv_layers": _layers_digest(group, vllm_config)}
     states = state_spec(number, group.kv_cache_spec)
     if states is not None:
@@ -232,7 +238,12 @@ def _within_block(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # needs the CPU's kernels
 
         dtype = vllm_config.cache_config.cache_dtype
-        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, dtype)
+        try:
+            isa = _get_attn_isa(
+                vllm_config.model_config.dtype, spec.block_size, spec.head_size, dtype
+            )
+        except NotImplementedError as e:  # vLLM itself finds it out when it builds the layers
+            raise UsageError("kv_cache_dtype, head_size", (dtype, spec.head_size), str(e)) from e
         return f"cpu {isa}, {spec.block_size} tokens"
     dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
     # Beside a latent there may be layers of other formats, of which the scheduler knows nothing.

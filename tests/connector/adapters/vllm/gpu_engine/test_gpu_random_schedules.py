@@ -73,6 +73,7 @@ def check_schedule(
         (("kv_both", "kv_both"), 2),
     ],
 )
+@pytest.mark.covers("asynchronous scheduling, two steps in flight", "model")
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_never_give_a_wrong_token(
     make_gpu: MakeGpuEngine,
