@@ -226,7 +226,6 @@ class ContextParallelEngine:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import (
-            get_kv_cache_config_from_groups,
             get_request_block_hasher,
             init_none_hash,
             resolve_kv_cache_block_sizes,
@@ -234,6 +233,7 @@ class ContextParallelEngine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
+        from vllm_planning import get_kv_cache_config_from_groups
 
         monkeypatch.setattr(build, "open_store", lambda *_, **__: store)
         self.store, self.sizes = store, sizes

@@ -179,6 +179,7 @@ def spec_of(kind: type, draw: dict[str, Any], rng: random.Random) -> Any:
 def kv_caches_of(config: Any, draw: dict[str, Any], rng: random.Random) -> tuple[Any, list[Any]]:
     """What vLLM tells the scheduler, and each pipeline stage's workers, of the KV cache."""
     from vllm.v1.core import kv_cache_utils
+    from vllm_planning import get_kv_cache_configs
 
     draw["model_config"] = config.model_config
     first = spec_of(draw["kind"], draw, rng)
@@ -193,7 +194,7 @@ def kv_caches_of(config: Any, draw: dict[str, Any], rng: random.Random) -> tuple
         for stage in range(stages)
     ]
     try:
-        found = kv_cache_utils.get_kv_cache_configs(config, per_stage, [MEMORY_BYTES] * stages)
+        found = get_kv_cache_configs(config, per_stage, [MEMORY_BYTES] * stages)
         scheduler = kv_cache_utils.generate_scheduler_kv_cache_config(found)
         kv_cache_utils.resolve_kv_cache_block_sizes(scheduler, config)
     except Exception as e:  # whatever it is: the engine ends before there is a connector

@@ -74,7 +74,7 @@ def specs() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(model: Path) -> tuple[Any, EngineShape]:
     """vLLM's own configuration of the KV cache, and what this connector makes of it."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm_planning import get_kv_cache_configs
 
     from connector.adapters.vllm.shape import engine_shape
 

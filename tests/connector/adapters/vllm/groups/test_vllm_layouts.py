@@ -66,8 +66,8 @@ def allocated(spec: Spec, layout: Any) -> tuple[Any, list[Any]] | None:
     """vLLM's spec and its own allocation; None when it refuses that layout for it."""
     import torch
     from vllm.v1 import kv_cache_interface
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.worker.utils import allocate_kv_cache
+    from vllm_planning import get_kv_cache_config_from_groups
 
     fields = {**spec.fields, "dtype": getattr(torch, spec.fields["dtype"])}
     made = getattr(kv_cache_interface, spec.kind)(block_size=spec.block_tokens, **fields)
