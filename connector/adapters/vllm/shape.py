@@ -157,13 +157,7 @@ def _group(
 ) -> GroupShape:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     pp_size = parallel.pipeline_parallel_size
-    if not group.layer_names:
-        raise UsageError(
-            "pipeline_parallel_size",
-            pp_size,
-            f"must be 1: one of its stages has no layer of KV cache group {number}, and others do",
-        )
-    layers = {"kv_layers": _layers_digest(group, vllm_config)}
+    layers = {"kv_layers": _layers_digest(number, group, vllm_config)}
     states = state_spec(number, group.kv_cache_spec)
     if states is not None:
         return GroupShape(
@@ -261,13 +255,20 @@ def _within_block(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     return ", ".join(known)
 
 
-def _layers_digest(group: KVCacheGroupSpec, vllm_config: VllmConfig) -> str:
+def _layers_digest(number: int, group: KVCacheGroupSpec, vllm_config: VllmConfig) -> str:
     """Return which layers a shard has.
 
     Each pipeline stage has others and the scheduler knows those of the first only; but it knows
-    how they are parted, and what else vLLM groups them by.
+    how they are parted, and what else vLLM groups them by. Raises `UsageError` for a stage that has
+    none.
     """
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    if not group.layer_names:
+        raise UsageError(
+            "pipeline_parallel_size",
+            pp_size,
+            f"must be 1: one of its stages has no layer of KV cache group {number}, and others do",
+        )
     if pp_size == 1:
         skipped = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None)
         return digest_of([group.layer_names, skipped])
