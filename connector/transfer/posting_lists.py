@@ -183,10 +183,15 @@ def look_up(
 
 
 def _newest(*versions: object) -> list[Posting]:
-    """Return the postings of the newer one of a list's two versions."""
-    there = [bytes(version) for version in versions if isinstance(version, bytes)]
+    """Return the postings of the newer one of a list's two versions that a producer wrote."""
+    there = [version for version in versions if isinstance(version, bytes) and _whole(version)]
     newest = max(there, key=_VERSION.unpack_from, default=bytes(_VERSION.size))
     return [Posting(*fields) for fields in _POSTING.iter_unpack(newest[_VERSION.size :])]
+
+
+def _whole(version: bytes) -> bool:
+    postings = len(version) - _VERSION.size
+    return postings >= 0 and postings % _POSTING.size == 0
 
 
 def _both_keys(base: str, name: str) -> list[str]:

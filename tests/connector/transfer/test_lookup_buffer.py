@@ -275,6 +275,18 @@ def test_lists_go_with_their_entries() -> None:
     assert len(lists) == 2  # that of all entries and that of this one
 
 
+@pytest.mark.parametrize("value", [b"", b"short", b"\xff" * 11, b"\xff" * 53])
+def test_a_list_that_no_producer_wrote_is_passed_over(value: bytes) -> None:
+    producer, consumer = pair(store := FakeValues())
+    insert(producer, 1, 2, 3)
+    lists = [key for key in store.values if key.endswith(("/0", "/1")) and "/ends/" in key]
+    for key in lists:
+        other = key[:-1] + ("1" if key.endswith("0") else "0")
+        store.values[other] = value
+    assert lists
+    assert taken(consumer, 1, 2, 3, 4) == 1
+
+
 def test_entry_whose_tokens_were_lost_is_left_to_who_needs_them_not() -> None:
     store = FakeValues()
     producer, consumer = pair(store)
