@@ -214,6 +214,7 @@ def test_what_a_request_does_not_want_saved_is_in_no_segment(
             store.close()
 
 
+@pytest.mark.long
 def test_after_ttl_s_nothing_that_an_engine_saved_is_in_a_segment(
     alone: EngineProcess, start: Start, tmp_path: Path
 ) -> None:
@@ -290,6 +291,7 @@ def test_trap_records_that_point_nowhere_are_computed_and_the_request_ends(
     assert tokens_of(results) == tokens_of(alone.generate(wanted))
 
 
+@pytest.mark.long
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
 @pytest.mark.covers("tensor parallel 1 and 2, mixed", "engine")
 def test_engines_of_other_tensor_parallel_sizes_share_kv(start: Start, store: Store) -> None:
