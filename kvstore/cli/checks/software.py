@@ -136,12 +136,14 @@ def packages(context: Context) -> list[Finding]:
 
 
 def _compiled_part() -> Finding:
-    """Which reader of blocks, and which hash of keys, this host's processes have."""
+    """Which reader of blocks, hash of keys and writer of headers this host's processes have."""
     name = batch_read.READER.name
     hashed = "in Python" if keys.HASHER is keys.IN_PYTHON else "by it too"
+    writes = part.load(part.wanted(), part.BLOCK_WRITES, part.BLOCK_WRITES_SOURCE)
+    written = "in Python" if writes is None else "by it too"
     if isinstance(batch_read.READER, batch_read.CompiledReader):
-        said = f"blocks of this host are read by the {name} part, keys are hashed {hashed}"
-        return Finding(Level.OK, said)
+        said = f"blocks of this host are read by the {name} part"
+        return Finding(Level.OK, f"{said}, keys are hashed {hashed}, headers written {written}")
     found = f"blocks of this host are read in {name}: right, and slower for many small ones"
     if part.wanted() == "no":
         return Finding(Level.INFO, found, f"{part.COMPILED}=no asks for that")
