@@ -282,7 +282,7 @@ class Pool:
             while len(ready) < count and len(self._places) < STREAM_CONNECTIONS_PER_NODE - 1:
                 ready.append(self.take(deadline))
         except PeerError:
-            pass
+            pass  # the read goes by those that there are, and says what is wrong with the node
         finally:
             for channel in ready:
                 self.give(channel, True)

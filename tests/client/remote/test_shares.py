@@ -80,6 +80,14 @@ def payload(number: int) -> bytes:
     return random.Random(number).randbytes(MIB)
 
 
+def save(node: NodeProcess) -> dict[str, bytes]:
+    """Save 30 MiB on the node's own host."""
+    values = {str(number): payload(number) for number in range(30)}
+    with client_of(node) as beside:
+        assert all(beside.put_many(values))
+    return values
+
+
 def read_together(monkeypatch: pytest.MonkeyPatch, together: int) -> list[int]:
     """Have each read wait until `together` of them run; returns the blocks of each."""
     met, blocks = threading.Barrier(together), list[int]()
@@ -101,9 +109,7 @@ def test_a_large_read_comes_by_three_connections_and_is_what_was_saved(
     far: tuple[NodeProcess, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, client = far
-    values = {str(number): payload(number) for number in range(30)}
-    with client_of(node) as beside:
-        assert all(beside.put_many(values))
+    values = save(node)
     blocks = read_together(monkeypatch, 3)
     assert client.get_many(list(values)) == list(values.values())
     assert sorted(blocks) == [10, 10, 10]
@@ -115,9 +121,7 @@ def test_connections_that_cannot_be_had_are_done_without(
 ) -> None:
     """By two where the third is refused, by one where others are being used."""
     node, client = far
-    values = {str(number): payload(number) for number in range(30)}
-    with client_of(node) as beside:
-        assert all(beside.put_many(values))
+    values = save(node)
     connect, opened = StreamTransport._connect, list[int]()
 
     def refuses_the_third(
@@ -151,9 +155,7 @@ def test_where_there_are_two_cores_it_comes_by_one(
 ) -> None:
     node, client = far
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    values = {str(number): payload(number) for number in range(30)}
-    with client_of(node) as beside:
-        assert all(beside.put_many(values))
+    values = save(node)
     blocks = read_together(monkeypatch, 1)
     assert client.get_many(list(values)) == list(values.values())
     assert blocks == [30]
