@@ -61,13 +61,15 @@ def state_geometry(spec: MambaSpec, group: KVCacheGroupSpec, pp_size: int) -> KV
 def state_topology(spec: MambaSpec, parallel: ParallelConfig) -> TpKVTopology:
     """Return the topology of states: every worker has a part of its own, unless all hold the
     same. Raises `UsageError` where workers compute a prompt's tokens apart."""
-    pcp_size = parallel.prefill_context_parallel_size
-    if pcp_size > 1:
-        raise UsageError(
-            "prefill_context_parallel_size",
-            pcp_size,
-            "must be 1 with state-space layers: it has not been seen which worker has which state",
-        )
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise UsageError(
+                name,
+                size,
+                "must be 1 with state-space layers: it has not been seen which worker has which "
+                "state",
+            )
     tp_size = parallel.tensor_parallel_size
     heads = 1 if spec.tp_replicated else tp_size
     return TpKVTopology.of(tp_size, parallel.pipeline_parallel_size, heads)

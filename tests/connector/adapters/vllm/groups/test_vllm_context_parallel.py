@@ -261,13 +261,14 @@ def test_a_group_that_is_not_sharded_is_as_without_context_parallelism(base: Any
     assert sharded.topology == alone.topology
 
 
-def test_trap_states_beside_prefill_context_parallelism_are_refused() -> None:
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_trap_states_beside_context_parallelism_are_refused(which: str) -> None:
     from connector.adapters.vllm.groups.states import state_topology
 
-    parallel = SimpleNamespace(
-        tensor_parallel_size=2, pipeline_parallel_size=1, prefill_context_parallel_size=2
-    )
-    with pytest.raises(UsageError, match="prefill_context_parallel_size"):
+    sizes = {f"{name}_context_parallel_size": 1 for name in ("prefill", "decode")}
+    sizes[f"{which}_context_parallel_size"] = 2
+    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, **sizes)
+    with pytest.raises(UsageError, match=f"{which}_context_parallel_size"):
         state_topology(SimpleNamespace(tp_replicated=False), parallel)  # type: ignore[arg-type]
 
 
