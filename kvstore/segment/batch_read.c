@@ -15,6 +15,7 @@
 #include <string.h>
 #include "../compiled/crc32.h"
 #ifdef __SSE2__
+#include <cpuid.h>
 #include <emmintrin.h>
 #endif
 
@@ -43,12 +44,22 @@ enum {
 #define GIL_FREE_BYTES (1 << 20)
 #define STREAMED_BYTES (8 << 20) /* of a batch: its reader's caches have no room for it */
 #define STREAMED_PIECE_BYTES 4096
-#define PAGES 4 /* that are streamed side by side: one alone is not fast on Intel's (0077) */
+#define PAGES 4 /* that are streamed side by side, where that is how it is fast */
 #define PAGE_BYTES 4096
 #define AHEAD_BYTES 256
+#define LINES_AHEAD_BYTES 1024
 #define WHOLE 0x2144DF1Cu
 
+/* How to stream depends on who made the processor (0077): Intel's want pages side by side, where
+ * line after line takes 2.3 times as long; AMD's line after line, where pages take 6 times as long. */
+static int pages_side_by_side;
+
 #ifdef __SSE2__
+static int made_by_intel(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
+}
+
 static void stream_line(char *to, const char *from) {
     for (int i = 0; i < 4; i++)
         _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)from + i));
@@ -60,16 +71,19 @@ static void copy_bytes(char *to, const char *from, uint64_t size_bytes, int stre
 #ifdef __SSE2__
     if (streamed && size_bytes >= STREAMED_PIECE_BYTES) {
         uint64_t ahead = -(uintptr_t)to & 63; /* up to a line of the cache, and whole lines then */
-        uint64_t piece = PAGES * PAGE_BYTES;
         memcpy(to, from, ahead);
         to += ahead, from += ahead, size_bytes -= ahead;
+        uint64_t piece = pages_side_by_side ? PAGES * PAGE_BYTES : UINT64_MAX;
         for (; size_bytes >= piece; to += piece, from += piece, size_bytes -= piece)
             for (int at = 0; at < PAGE_BYTES; at += 64)
                 for (int place = at; place < at + PAGES * PAGE_BYTES; place += PAGE_BYTES) {
                     _mm_prefetch(from + place + AHEAD_BYTES, _MM_HINT_T0); /* never faults */
                     stream_line(to + place, from + place);
                 }
-        for (; size_bytes >= 64; to += 64, from += 64, size_bytes -= 64) stream_line(to, from);
+        for (; size_bytes >= 64; to += 64, from += 64, size_bytes -= 64) {
+            _mm_prefetch(from + LINES_AHEAD_BYTES, _MM_HINT_NTA);
+            stream_line(to, from);
+        }
         _mm_sfence(); /* in its place before anybody is told */
     }
 #endif
@@ -478,9 +492,19 @@ done:
     return answer;
 }
 
+/* For the tests, which must see both ways on any machine. */
+static PyObject *stream_pages(PyObject *self, PyObject *wanted) {
+    int is_wanted = PyObject_IsTrue(wanted);
+    if (is_wanted < 0) return NULL;
+    pages_side_by_side = is_wanted;
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
 static PyMethodDef methods[] = {{"read", read_batch, METH_VARARGS, NULL},
                                 {"copy_each", copy_each, METH_VARARGS, NULL},
                                 {"records", make_records, METH_VARARGS, NULL},
+                                {"stream_pages", stream_pages, METH_O, NULL},
                                 {NULL, NULL, 0, NULL}};
 /* PyModule_Add is not in the limited interface of 3.11. */
 static int add(PyObject *module, const char *name, PyObject *value) {
@@ -491,6 +515,9 @@ static int add(PyObject *module, const char *name, PyObject *value) {
 
 static int prepare(PyObject *module) {
     fill_crc_tables();
+#ifdef __SSE2__
+    pages_side_by_side = made_by_intel();
+#endif
     return add(module, "SOURCE_CRC32", PyLong_FromUnsignedLong(SOURCE_CRC32));
 }
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};

@@ -4,14 +4,16 @@ compiled."""
 from __future__ import annotations
 
 import pytest
-from batch_readers import READERS, reader_of
+from batch_readers import reader_of, streaming_reader
 
 from kvstore.segment.batch_read import BatchReader
 
 
-@pytest.fixture(params=READERS)
+@pytest.fixture(params=["Python", "compiled, by lines", "compiled, by pages"])
 def reader(request: pytest.FixtureRequest) -> BatchReader:
-    return reader_of(request.param)
+    if request.param == "Python":
+        return reader_of("Python")
+    return streaming_reader(pages=request.param.endswith("pages"))
 
 
 EDGE = 4096

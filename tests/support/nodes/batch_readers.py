@@ -78,9 +78,15 @@ def compiled_module(source: Path, where: Path) -> Any:
 
 
 @functools.cache
-def _compiled() -> BatchReader:
+def _module() -> Any:
     with tempfile.TemporaryDirectory(prefix="kvb-") as where:
-        return CompiledReader(compiled_module(batch_read.SOURCE, Path(where)))
+        return compiled_module(batch_read.SOURCE, Path(where))
+
+
+def streaming_reader(pages: bool) -> BatchReader:
+    """The compiled reader, streaming as it does on processors of Intel's (`pages`) or of others."""
+    _module().stream_pages(pages)
+    return CompiledReader(_module())
 
 
 READERS = ("Python", "compiled")
@@ -88,4 +94,4 @@ READERS = ("Python", "compiled")
 
 def reader_of(name: str) -> BatchReader:
     """The reader of that name, built of the source as it is now."""
-    return PythonReader() if name == "Python" else _compiled()
+    return PythonReader() if name == "Python" else CompiledReader(_module())
