@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest  # as in every other test
-from batch_readers import READERS, reader_of
+from batch_readers import READERS, Meddled, reader_of
 from clocks import died_ago
 from places import REPOSITORY, Place, clean_env
 from redis_servers import RedisServer, stopped, wait_until
@@ -18,10 +19,11 @@ from stores import PATIENT
 
 import kvstore
 from kvstore import Client, Limits
-from kvstore.cli.checks import machine, redis, software
+from kvstore.cli.checks import copies, machine, redis, software
 from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import NodeDir
+from kvstore.segment.batch_read import PythonReader
 from kvstore.testing.stopping import stop
 
 BARE = """
@@ -36,6 +38,7 @@ CHECKS += [
     "transports",
     "memlock",
     "huge pages",
+    "copies",
     "cuda",
     "nixl",
     "gpu direct",
@@ -427,3 +430,30 @@ def test_it_says_what_reads_the_blocks_of_this_host(
     assert name in found.found
     assert found.level is (Level.OK if name == "compiled" else Level.INFO)
     assert bool(found.do) == (name == "Python")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_it_measures_large_copies_as_the_store_makes_them(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And leaves no buffer: what it copied is closed."""
+    monkeypatch.setattr("kvstore.segment.batch_read.READER", reader_of(name))
+    (found,) = copies.look(context())
+    assert re.fullmatch(r"32 blocks of 1 MiB at [\d.]+ GB/s, by memcpy at [\d.]+.*", found.found)
+
+
+def test_it_warns_where_large_copies_take_longer_than_a_memcpy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Meddled(lambda: None)
+    monkeypatch.setattr(slow, "suits_one", True)
+
+    def four_times(targets: list[memoryview], sources: list[memoryview]) -> None:
+        for _ in range(4):
+            PythonReader().copy_each(targets, sources)
+
+    monkeypatch.setattr(slow, "copy_each", four_times)
+    monkeypatch.setattr("kvstore.segment.batch_read.READER", slow)
+    (found,) = copies.look(context())
+    assert found.level is Level.WARN
+    assert "KVSTORE_COMPILED=no" in found.do

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.cli.checks import machine, redis, software
+from kvstore.cli.checks import copies, machine, redis, software
 from kvstore.cli.checks.base import Check, Context, Finding, Level, run_check
 from kvstore.cli.options import add_store
 from kvstore.cli.output import as_json
@@ -22,6 +22,7 @@ CHECKS = (
     Check("transports", software.transports),
     Check("memlock", machine.memlock),
     Check("huge pages", machine.huge_pages),
+    Check("copies", copies.look),
     Check("cuda", software.cuda, timeout_s=3 * software.TRY_TIMEOUT_S + 5),
     Check("nixl", software.nixl, timeout_s=software.TRY_TIMEOUT_S + 5),
     Check("gpu direct", software.gpu_direct),
