@@ -51,7 +51,7 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, chained_hashes
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
@@ -114,6 +114,7 @@ __all__ = [
     "Reservation",
     "PoolMapping",
     "copy_bytes",
+    "chained_hashes",
     "in_batches",
     "Key",
     "VramPool",

@@ -31,6 +31,10 @@ HashBlocks = Callable[[bytes, bytes, int, int], list[Key]]
 """As `hash_blocks`: of root, tokens as bytes, bytes of a block, and blocks that share a tag."""
 HashNames = Callable[[bytes, list[object], int], list[Key | None]]
 """As `hash_names`: of root, names, and how many bytes one may have."""
+BindHashes = Callable[[bytes, list[bytes], int], list[Key]]
+"""As `bind_hashes`: of root, hashes, and blocks that share a tag."""
+Chain = Callable[[bytes, bytes, int, list[bytes]], list[bytes]]
+"""As `chain`: of the last hash, blocks, bytes of a block, and what else there is of each."""
 
 
 SALT_FIELD = "tenant_salt"
@@ -157,9 +161,14 @@ class Namespace:
         """
         if blocks_per_key < 1:
             raise UsageError("blocks_per_key", blocks_per_key, "must be at least 1")
-        root = self._of_engine
-        last = hashes[blocks_per_key - 1 :: blocks_per_key]
-        return _with_tags([sha256(root + h).digest()[:DIGEST_BYTES] for h in last])
+        last = list(hashes[blocks_per_key - 1 :: blocks_per_key])
+        return HASHER.bound(self._of_engine, last, RUN_BLOCKS)
+
+
+def chained_hashes(last: bytes, blocks: bytes, step: int, others: list[bytes]) -> list[bytes]:
+    """Return the hash of each block of `step` bytes, chained: sha256(hash before + block + other),
+    the first after `last`, 32 bytes. There are as many blocks as `others`, at least."""
+    return HASHER.chained(last, blocks, step, others)
 
 
 def hash_blocks(root: bytes, raw: bytes, step: int, run_blocks: int) -> list[Key]:
@@ -189,6 +198,20 @@ def hash_names(root: bytes, names: list[object], longest: int) -> list[Key | Non
     return keys
 
 
+def bind_hashes(root: bytes, hashes: list[bytes], run_blocks: int) -> list[Key]:
+    """The keys of blocks that have those hashes; `run_blocks` of them share a tag."""
+    return _with_tags([sha256(root + h).digest()[:DIGEST_BYTES] for h in hashes], run_blocks)
+
+
+def chain(last: bytes, blocks: bytes, step: int, others: list[bytes]) -> list[bytes]:
+    """As `chained_hashes`."""
+    hashes = []
+    for i, other in enumerate(others):
+        last = sha256(last + blocks[i * step : (i + 1) * step] + other).digest()
+        hashes.append(last)
+    return hashes
+
+
 def _refuse_name(name: object) -> NoReturn:
     if not isinstance(name, str | bytes):
         raise UsageError("key", name, "must be str or bytes")
@@ -200,13 +223,15 @@ def _refuse_name(name: object) -> NoReturn:
 
 
 class Hasher(NamedTuple):
-    """Makes keys of prompts and of names."""
+    """Makes keys of prompts, of names and of hashes, and hashes of blocks."""
 
     blocks: HashBlocks
     names: HashNames
+    bound: BindHashes
+    chained: Chain
 
 
-IN_PYTHON = Hasher(hash_blocks, hash_names)
+IN_PYTHON = Hasher(hash_blocks, hash_names, bind_hashes, chain)
 
 
 def hasher(wanted: str | None, module: str = part.BLOCK_KEYS) -> Hasher:
@@ -215,14 +240,16 @@ def hasher(wanted: str | None, module: str = part.BLOCK_KEYS) -> Hasher:
     compiled = part.load(wanted, module, part.BLOCK_KEYS_SOURCE)
     if compiled is None or not compiled.FAST:
         return IN_PYTHON
-    return Hasher(compiled.block_keys, compiled.value_keys)
+    return Hasher(
+        compiled.block_keys, compiled.value_keys, compiled.engine_keys, compiled.chained_hashes
+    )
 
 
 HASHER = hasher(part.wanted())
 """The one of this process."""
 
 
-def _with_tags(digests: list[bytes], run_blocks: int = RUN_BLOCKS) -> list[Key]:
+def _with_tags(digests: list[bytes], run_blocks: int) -> list[Key]:
     keys: list[Key] = []
     for start in range(0, len(digests), run_blocks):
         tag = digests[max(start - 1, 0)][:TAG_BYTES]

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from kvstore import UsageError
+from kvstore import UsageError, chained_hashes
 
 log = logging.getLogger(__name__)
 
@@ -30,28 +30,26 @@ Plain values (None, bool, int, str, bytes) and sequences of them.
 
 
 def extend(
-    hashes: Sequence[bytes], tokens: Sequence[int], block_tokens: int, extra: Extra
+    hashes: Sequence[bytes], tokens: Sequence[int], block_tokens: int, extra: Extra | None
 ) -> list[bytes]:
     """`hashes` of the blocks at the head of `tokens`, and those of all full blocks after them.
 
-    Stops before a token that is none (negative: an engine's placeholder).
+    Without `extra` tokens alone shape the KV. Stops before a token that is none (negative: an
+    engine's placeholder).
     Raises `UsageError` for an extra that has no canonical bytes.
     """
     out = list(hashes)
     last = out[-1] if out else _ROOT
     done = len(out) * block_tokens
     words = _words(tokens, done, len(tokens) - len(tokens) % block_tokens)
-    raw = words.tobytes()
-    step = block_tokens * words.itemsize
-    nothing = canonical(None)
-    for i in range(len(words) // block_tokens):
-        start = done + i * block_tokens
-        other = extra(start, start + block_tokens)
-        more = nothing if other is None else canonical(other)
-        # Hash and words have fixed lengths, so no two inputs run into one another.
-        last = sha256(last + raw[i * step : (i + 1) * step] + more).digest()
-        out.append(last)
-    return out
+    firsts = range(done, done + len(words) - len(words) % block_tokens, block_tokens)
+    # Hash and words have fixed lengths, so no two inputs run into one another.
+    if extra is None:
+        ends = [_NOTHING] * len(firsts)
+    else:
+        others = [extra(first, first + block_tokens) for first in firsts]
+        ends = [_NOTHING if other is None else canonical(other) for other in others]
+    return out + chained_hashes(last, words.tobytes(), block_tokens * words.itemsize, ends)
 
 
 def _words(tokens: Sequence[int], first: int, end: int) -> array[int]:
@@ -155,3 +153,6 @@ def canonical(value: object) -> bytes:
     if isinstance(value, list | tuple):
         return b"t%d:%b" % (len(value), b"".join(canonical(item) for item in value))
     raise UsageError("extra", type(value).__name__, "must be None, bool, int, str, bytes or a list")
+
+
+_NOTHING = canonical(None)

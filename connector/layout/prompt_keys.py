@@ -48,7 +48,7 @@ class PromptKeys:
     def of(self, tokens: Sequence[int]) -> list[Key]:
         """Return keys of all full blocks of a prompt that tokens alone make up: no LoRA, image or
         salt."""
-        return self.of_hashes(extend([], tokens, self.block_tokens, lambda first, end: None))
+        return self.of_hashes(extend([], tokens, self.block_tokens, None))
 
     def of_hashes(self, hashes: Sequence[bytes]) -> list[Key]:
         """Return keys from the hashes that the engine's connector has made, whatever is in them."""

@@ -1,6 +1,7 @@
-/* Hashes the blocks of a prompt, each after the one before, or the names of values, each for
- * itself: the keys of `Namespace.block_keys` and `value_keys` (kvstore/keys.py), for CPUs that have
- * instructions for SHA-256. Where they are missing, FAST is 0, and Python's hashlib is as fast.
+/* Hashes the blocks of a prompt, each after the one before, and the names of values or an engine's
+ * hashes, each for itself: the keys of `Namespace.block_keys`, `value_keys` and `engine_keys`, and
+ * `chained_hashes` (kvstore/keys.py), for CPUs that have instructions for SHA-256. Where they are
+ * missing, FAST is 0, and Python's hashlib is as fast.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -107,6 +108,24 @@ static void sha256(unsigned char *digest, const unsigned char *before, const uns
 }
 #endif
 
+/* Makes `bytes` the item `i` of a list, which is let go where it cannot. */
+static int keep(PyObject *list, Py_ssize_t i, const unsigned char *bytes, size_t size) {
+    PyObject *made = PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)size);
+    if (made == NULL) {
+        Py_DECREF(list);
+        return -1;
+    }
+    return PyList_SetItem(list, i, made);
+}
+
+/* The key of block `i`, whose digest it is: `run` of them share a tag, that of the digest before. */
+static const unsigned char *key_of(unsigned char *key, Py_ssize_t i, Py_ssize_t run,
+                                   const unsigned char *before, const unsigned char *digest) {
+    if (i % run == 0) memcpy(key, i == 0 ? digest : before, TAG_BYTES);
+    memcpy(key + TAG_BYTES, digest, KEPT_BYTES);
+    return key;
+}
+
 static PyObject *hash_blocks(const Py_buffer *root, const Py_buffer *tokens, Py_ssize_t step,
                              Py_ssize_t run) {
     if (root->len != DIGEST_BYTES || step < 1 || run < 1) {
@@ -121,14 +140,7 @@ static PyObject *hash_blocks(const Py_buffer *root, const Py_buffer *tokens, Py_
     for (Py_ssize_t i = 0; i < all; i++) {
         memcpy(before, digest, TAG_BYTES);
         sha256(digest, digest, (const unsigned char *)tokens->buf + i * step, (size_t)step);
-        if (i % run == 0) memcpy(key, i == 0 ? digest : before, TAG_BYTES);
-        memcpy(key + TAG_BYTES, digest, KEPT_BYTES);
-        PyObject *made = PyBytes_FromStringAndSize((const char *)key, sizeof key);
-        if (made == NULL) {
-            Py_DECREF(keys);
-            return NULL;
-        }
-        PyList_SetItem(keys, i, made);
+        if (keep(keys, i, key_of(key, i, run, before, digest), sizeof key) < 0) return NULL;
     }
     return keys;
 }
@@ -196,8 +208,98 @@ static PyObject *value_keys(PyObject *self, PyObject *args) {
     return keys;
 }
 
+/* The bytes of item `i` of a list; NULL, and an error, for what is none. */
+static unsigned char *bytes_of(PyObject *list, Py_ssize_t i, Py_ssize_t *size) {
+    char *raw = NULL;
+    return PyBytes_AsStringAndSize(PyList_GetItem(list, i), &raw, size) < 0 ? NULL
+                                                                           : (unsigned char *)raw;
+}
+
+static PyObject *engine_keys(PyObject *self, PyObject *args) {
+    (void)self;
+    const unsigned char *root;
+    Py_ssize_t root_size, run;
+    PyObject *hashes;
+    if (!PyArg_ParseTuple(args, "y#O!n", &root, &root_size, &PyList_Type, &hashes, &run)) return NULL;
+    if (root_size != DIGEST_BYTES || run < 1 || !fast) {
+        PyErr_SetString(PyExc_ValueError, "a root has 32 bytes, a run at least 1 block, and this CPU instructions for SHA-256");
+        return NULL;
+    }
+    Py_ssize_t all = PyList_Size(hashes);
+    PyObject *keys = PyList_New(all);
+    if (keys == NULL) return NULL;
+    unsigned char digest[DIGEST_BYTES] = {0}, key[TAG_BYTES + KEPT_BYTES], before[TAG_BYTES];
+    for (Py_ssize_t i = 0; i < all; i++) {
+        Py_ssize_t size;
+        const unsigned char *hash = bytes_of(hashes, i, &size);
+        if (hash == NULL) {
+            Py_DECREF(keys);
+            return NULL;
+        }
+        memcpy(before, digest, TAG_BYTES);
+        sha256(digest, root, hash, (size_t)size);
+        if (keep(keys, i, key_of(key, i, run, before, digest), sizeof key) < 0) return NULL;
+    }
+    return keys;
+}
+
+/* Each of `others` ends what is hashed of the block of its number. */
+static PyObject *chain(const unsigned char *last, const Py_buffer *blocks, Py_ssize_t step,
+                       PyObject *others) {
+    Py_ssize_t all = PyList_Size(others), room = 0;
+    PyObject *hashes = PyList_New(all);
+    if (hashes == NULL) return NULL;
+    unsigned char digest[DIGEST_BYTES], *part = NULL;
+    memcpy(digest, last, DIGEST_BYTES);
+    for (Py_ssize_t i = 0; i < all; i++) {
+        Py_ssize_t size;
+        const unsigned char *other = bytes_of(others, i, &size);
+        if (other != NULL && (part == NULL || size > room)) {
+            unsigned char *more = PyMem_Realloc(part, (size_t)step + (size_t)size);
+            if (more == NULL) {
+                PyErr_NoMemory();
+                other = NULL;
+            } else {
+                part = more, room = size;
+            }
+        }
+        if (other == NULL) {
+            PyMem_Free(part);
+            Py_DECREF(hashes);
+            return NULL;
+        }
+        memcpy(part, (const unsigned char *)blocks->buf + i * step, (size_t)step);
+        memcpy(part + step, other, (size_t)size);
+        sha256(digest, digest, part, (size_t)(step + size));
+        if (keep(hashes, i, digest, sizeof digest) < 0) {
+            PyMem_Free(part);
+            return NULL;
+        }
+    }
+    PyMem_Free(part);
+    return hashes;
+}
+
+static PyObject *chained_hashes(PyObject *self, PyObject *args) {
+    (void)self;
+    const unsigned char *last;
+    Py_ssize_t last_size, step;
+    Py_buffer blocks;
+    PyObject *others, *hashes = NULL;
+    if (!PyArg_ParseTuple(args, "y#y*nO!", &last, &last_size, &blocks, &step, &PyList_Type, &others)) return NULL;
+    if (last_size != DIGEST_BYTES || step < 1 || blocks.len / step < PyList_Size(others) || !fast) {
+        PyErr_SetString(PyExc_ValueError, "a hash has 32 bytes, each block at least 1, and this CPU instructions for SHA-256");
+    } else {
+        hashes = chain(last, &blocks, step, others);
+    }
+    PyBuffer_Release(&blocks);
+    return hashes;
+}
+
 static PyMethodDef methods[] = {{"block_keys", block_keys, METH_VARARGS, NULL},
                                 {"value_keys", value_keys, METH_VARARGS, NULL},
+                                {"engine_keys", engine_keys, METH_VARARGS, NULL},
+                                {"chained_hashes", chained_hashes, METH_VARARGS, NULL},
                                 {NULL, NULL, 0, NULL}};
 
 /* PyModule_Add is not in the limited interface of 3.11. */

@@ -16,10 +16,20 @@ from batch_readers import compiled_module
 from kvstore import Namespace, keys
 from kvstore.compiled import part
 from kvstore.errors import UsageError
-from kvstore.keys import IN_PYTHON, RUN_BLOCKS, Hasher, hash_blocks, hash_names, hasher
+from kvstore.keys import (
+    IN_PYTHON,
+    RUN_BLOCKS,
+    Hasher,
+    bind_hashes,
+    chain,
+    hash_blocks,
+    hash_names,
+    hasher,
+)
 from kvstore.limits import USER_KEY_BYTES_MAX
 
 ROOT = bytes(range(32))
+COMPILED = ("block_keys", "value_keys", "engine_keys", "chained_hashes")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +38,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if not module.FAST:
         pytest.skip("this CPU has no instructions for SHA-256")
     return module
+
+
+def hasher_of(module: Any) -> Hasher:
+    return Hasher(*(getattr(module, name) for name in COMPILED))
 
 
 def by_hand(root: bytes, raw: bytes, step: int, run_blocks: int) -> list[bytes]:
@@ -66,7 +80,7 @@ def test_a_namespace_has_the_same_keys_by_either(
     compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    for one in (IN_PYTHON, Hasher(compiled.block_keys, compiled.value_keys)):
+    for one in (IN_PYTHON, hasher_of(compiled)):
         monkeypatch.setattr(keys, "HASHER", one)
         made.append(Namespace.named("n").block_keys(range(1000), 16))
     raw = b"".join(i.to_bytes(4, "little") for i in range(992))
@@ -86,6 +100,53 @@ def test_a_namespace_has_the_same_keys_by_either(
 def test_what_cannot_be_hashed_is_an_error(compiled: Any, arguments: Any) -> None:
     with pytest.raises(ValueError, match="a root has 32 bytes"):
         compiled.block_keys(*arguments)
+
+
+@pytest.mark.parametrize("step", [1, 4, 31, 32, 33, 64, 256, 1024])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_hashes_are_chained_over_blocks_and_what_else_there_is(
+    compiled: Any, step: int, count: int
+) -> None:
+    draw = random.Random(step)
+    blocks = draw.randbytes(step * count + step - 1)  # a part of a block is no block
+    others = [draw.randbytes(draw.choice([0, 1, 1, 5, 90])) for _ in range(count)]
+    expected, last = [], ROOT
+    for i, other in enumerate(others):
+        last = sha256(last + blocks[i * step : (i + 1) * step] + other).digest()
+        expected.append(last)
+    for made in (chain, compiled.chained_hashes):
+        assert made(ROOT, blocks, step, others) == expected
+        assert made(ROOT, bytearray(blocks), step, others) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(ROOT[1:], b"abcd", 4, [b""]), (ROOT, b"abcd", 0, [b""]), (ROOT, b"abc", 4, [b""])],
+)
+def test_what_cannot_be_chained_is_an_error(compiled: Any, arguments: Any) -> None:
+    with pytest.raises(ValueError, match="a hash has 32 bytes"):
+        compiled.chained_hashes(*arguments)
+    with pytest.raises(TypeError):
+        compiled.chained_hashes(ROOT, b"abcdefgh", 4, [b"", "text"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 129])
+def test_an_engines_hashes_have_the_same_keys_by_either(compiled: Any, count: int) -> None:
+    hashes = [random.Random(i).randbytes(i % 70) for i in range(count)]
+    digests = [sha256(ROOT + one).digest()[:24] for one in hashes]
+    for run_blocks in (1, 3, RUN_BLOCKS):
+        heads = [max(i - i % run_blocks - 1, 0) for i in range(count)]
+        expected = [digests[at][:8] + digest for at, digest in zip(heads, digests, strict=True)]
+        for made in (bind_hashes, compiled.engine_keys):
+            assert made(ROOT, hashes, run_blocks) == expected
+
+
+def test_what_is_no_hash_of_an_engine_is_an_error(compiled: Any) -> None:
+    for root, run_blocks in ((ROOT[1:], 64), (ROOT, 0)):
+        with pytest.raises(ValueError, match="a root has 32 bytes"):
+            compiled.engine_keys(root, [b"h"], run_blocks)
+    with pytest.raises(TypeError):
+        compiled.engine_keys(ROOT, [b"h", 7], 64)
 
 
 def name_by_hand(root: bytes, raw: bytes) -> bytes:
@@ -133,7 +194,7 @@ def test_what_is_no_name_has_no_key_and_is_refused_by_either(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, name: Any, why: str
 ) -> None:
     names = ["a", name, Text("b"), Raw(b"c")]
-    for one in (IN_PYTHON, Hasher(compiled.block_keys, compiled.value_keys)):
+    for one in (IN_PYTHON, hasher_of(compiled)):
         right = [name_by_hand(ROOT, raw) for raw in (b"a", b"b", b"c")]
         assert one.names(ROOT, names, USER_KEY_BYTES_MAX) == [right[0], None, *right[1:]]
         monkeypatch.setattr(keys, "HASHER", one)
@@ -148,11 +209,11 @@ def test_a_root_of_another_length_is_an_error_for_names_too(compiled: Any) -> No
 
 
 def test_the_variable_and_the_cpu_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    fits = SimpleNamespace(FAST=True, SOURCE_CRC32=0, block_keys=lambda *_: [], value_keys=1)
+    fits: Any = SimpleNamespace(FAST=True, SOURCE_CRC32=0, **{name: name for name in COMPILED})
     monkeypatch.setitem(sys.modules, "built", fits)
     monkeypatch.setattr(part, "BLOCK_KEYS_SOURCE", Path("not installed.c"))
-    assert hasher(None, "built") == (fits.block_keys, 1)
-    assert hasher("yes", "built") == (fits.block_keys, 1)
+    assert hasher(None, "built") == COMPILED
+    assert hasher("yes", "built") == COMPILED
     assert hasher("no", "built") is IN_PYTHON
     assert hasher(None, "not_there") is IN_PYTHON
     with pytest.raises(ImportError):

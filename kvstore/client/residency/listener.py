@@ -39,6 +39,8 @@ CLOSE_TIMEOUT_S = 2.0
 """How long `close` waits for the thread, which ends with the process."""
 AT_ONCE = 64
 """Messages of one node that are read before it is another's turn."""
+LOOKED_AT_ONCE = 64
+"""Keys that are looked up in one call, which takes half of the time of as many."""
 
 
 class Residency:
@@ -161,7 +163,10 @@ class Residency:
 
 def _run(keys: set[Key], wanted: Sequence[Key], start: int) -> int:
     """How many of `wanted` from `start` on are leading ones among `keys`."""
-    return len(list(takewhile(keys.__contains__, islice(wanted, start, None))))
+    end = start
+    while end < len(wanted) and keys.issuperset(wanted[end : end + LOOKED_AT_ONCE]):
+        end = min(end + LOOKED_AT_ONCE, len(wanted))
+    return end - start + sum(1 for _ in takewhile(keys.__contains__, islice(wanted, end, None)))
 
 
 class _Node:

@@ -1,0 +1,56 @@
+"""A listener tells the leading blocks of a prompt, however many, and the node that has most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore import Residency
+from kvstore.client.residency.listener import LOOKED_AT_ONCE
+from kvstore.client.residency.view import NodeView
+from kvstore.protocol.block_events import Source
+
+KEYS = [number.to_bytes(32, "big") for number in range(3 * LOOKED_AT_ONCE)]
+
+
+@pytest.fixture
+def residency(tmp_path: Any) -> Iterator[Residency]:
+    pytest.importorskip("zmq")
+    with Residency([f"ipc://{tmp_path}/nobody"]) as residency:
+        yield residency
+
+
+def views(*held: list[bytes]) -> list[Any]:
+    made = []
+    for number, keys in enumerate(held):
+        view = NodeView()
+        view.source, view.keys = Source("host", f"node{number}", 1), set(keys)
+        view._heard_at = time.monotonic() + 3600
+        made.append(SimpleNamespace(view=view))
+    return made
+
+
+@pytest.mark.parametrize(
+    "first_missing",
+    [0, 1, *(n * LOOKED_AT_ONCE + d for n in (1, 2) for d in (-1, 0, 1)), len(KEYS) - 1, len(KEYS)],
+)
+@pytest.mark.parametrize("asked", [0, 1, LOOKED_AT_ONCE, LOOKED_AT_ONCE + 7, len(KEYS)])
+def test_the_run_ends_at_the_first_block_that_is_missing(
+    residency: Residency, monkeypatch: pytest.MonkeyPatch, first_missing: int, asked: int
+) -> None:
+    there = [key for at, key in enumerate(KEYS) if at != first_missing]
+    monkeypatch.setattr(residency, "_nodes", views(there))
+    assert len(residency.leading(KEYS[:asked])) == min(asked, first_missing)
+
+
+def test_the_node_that_has_most_of_what_follows_is_told(
+    residency: Residency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = LOOKED_AT_ONCE + 5
+    monkeypatch.setattr(residency, "_nodes", views(KEYS[:at], KEYS[:10], KEYS[at - 3 : at + 70]))
+    names = [holder.name for holder in residency.leading(KEYS)]
+    assert names == ["node0"] * at + ["node2"] * 70
