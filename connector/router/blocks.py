@@ -1,16 +1,19 @@
 """Answers other routers: which leading blocks of a prompt are in the store, and where.
 
 The question is that of Dynamo's routers to a shared cache: tokens, and the block size that the
-asking router counts in; or keys, for who knows them (`connector.PromptKeys`). The answer has its
+asking router counts in; or keys, for who knows them (`connector.PromptKeys`). Either comes in JSON,
+or as bytes with the rest in the URL: of 32,000 tokens JSON is most of the cost. The answer has
 ranges and hits, counted in that size, and for routers that look at places who holds which.
 """
 
 from __future__ import annotations
 
+from array import array
 from binascii import unhexlify
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from struct import Struct
 from typing import TYPE_CHECKING, Self
 
 from connector.layout.prompt_keys import KEY_BYTES
@@ -58,6 +61,24 @@ class BlocksAsked:
         if not {*map(len, wanted)} <= {KEY_BYTES}:
             raise UsageError("keys", keys[:1], f"must be of {KEY_BYTES} bytes each")
         return cls(wanted)
+
+    @classmethod
+    def of_octets(cls, query: Mapping[str, str], raw: bytes) -> Self:
+        """Return the question whose tokens are `raw`, each 4 bytes, little-endian, where `query`
+        has a `model`; else its keys are. Raises `UsageError`."""
+        model, size = query.get("model"), query.get("block_size")
+        if model is None:
+            if len(raw) % KEY_BYTES or len(raw) > ROUTER_BLOCKS_ASKED_MAX * KEY_BYTES or size:
+                rule = f"without model= must be at most {ROUTER_BLOCKS_ASKED_MAX} keys"
+                raise UsageError("body", len(raw), f"{rule} of {KEY_BYTES} bytes")
+            return cls(Struct(f"{KEY_BYTES}s" * (len(raw) // KEY_BYTES)).unpack(raw))
+        if size is not None and not (size.isascii() and size.isdecimal() and int(size) > 0):
+            raise UsageError("block_size", size, "must be an integer from 1")
+        tokens = array("I")
+        if len(raw) % tokens.itemsize:
+            raise UsageError("body", len(raw), f"must be tokens of {tokens.itemsize} bytes")
+        tokens.frombytes(raw)
+        return cls(None, model, tokens, None if size is None else int(size))
 
 
 async def where_blocks(prefixes: Prefixes, asked: BlocksAsked) -> dict[str, object]:

@@ -36,12 +36,16 @@ class Incoming:
 
     async def body(self, request: web.Request, timeout_s: float) -> dict[str, object]:
         """Return the JSON object that is the request's body. Raises `RefusedError`."""
+        return _json_object(await self.octets(request, timeout_s))
+
+    async def octets(self, request: web.Request, timeout_s: float) -> bytes:
+        """Return the request's body as it came. Raises `RefusedError`."""
         transport = request.transport
         if transport is not None:
             self._coming.add(transport)
         try:
             async with asyncio.timeout(min(timeout_s, ROUTER_BODY_TIMEOUT_S)):
-                raw = await request.read()
+                raw: bytes = await request.read()
         except web.HTTPRequestEntityTooLarge as e:
             why = f"the body has more than {ROUTER_BODY_BYTES_MAX} bytes"
             raise RefusedError(413, why) from e
@@ -49,16 +53,7 @@ class Incoming:
             raise RefusedError(408, "the body has not come in time") from e
         finally:
             self._coming -= {transport}
-        too_much = _too_much(raw)
-        if too_much is not None:
-            raise RefusedError(413, too_much)
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as e:
-            raise RefusedError(400, "the body is not JSON") from e
-        if not isinstance(body, dict):
-            raise RefusedError(400, "the body is not a JSON object")
-        return body
+        return raw
 
     async def hang_up(self, app: web.Application) -> None:
         """End the requests whose bodies have not come: a router that ends waits for none."""
@@ -66,15 +61,31 @@ class Incoming:
             transport.abort()
 
 
+def _json_object(raw: bytes) -> dict[str, object]:
+    try:
+        encoding = json.detect_encoding(raw)
+        if encoding not in ("utf-8", "utf-8-sig"):
+            # Counted as UTF-8, too: in others a byte like a comma is part of many characters.
+            raw = raw.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        too_much = _too_much(raw)
+        body = None if too_much else json.loads(raw)
+    except (ValueError, RecursionError) as e:
+        raise RefusedError(400, "the body is not JSON") from e
+    if too_much is not None:
+        raise RefusedError(413, too_much)
+    if not isinstance(body, dict):
+        raise RefusedError(400, "the body is not a JSON object")
+    return body
+
+
 def _too_much(raw: bytes) -> str | None:
     """Return what a body has too much of, None for one that may be parsed."""
     if len(raw) <= min(ROUTER_LISTS_MAX, ROUTER_VALUES_MAX):
         return None  # each takes a byte
     too_much = _counted(raw)
-    # Only now, for it takes longer: what looks like lists and values may be in texts. In UTF-16 a
-    # byte like a quote is part of many characters.
-    if too_much is None or json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
-        return too_much
+    if too_much is None:
+        return None
+    # Only now, for it takes longer: what looks like lists and values may be in texts.
     plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     if plain.count(b'"') > 2 * ROUTER_VALUES_MAX:
         return f"more than {ROUTER_VALUES_MAX} texts"

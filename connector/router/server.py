@@ -59,6 +59,7 @@ PROBE_EVERY_S, PROBE_TIMEOUT_S = 2.0, 2.0
 REQUEST_ID = "X-Request-Id"
 PASSED_HEADERS = ("Authorization", REQUEST_ID, "traceparent", "tracestate")
 PASSED_BACK = ("Content-Type", "Retry-After")
+OCTETS = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,25 +179,22 @@ class Router:
         request: web.Request,
         answer: Callable[[web.Request, _Job], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Return the `answer` to a request with a JSON object for its body, or why there is
-        none."""
+        """Return the `answer` to a request, or why there is none."""
         if self._in_flight >= ROUTER_IN_FLIGHT_MAX:
             come_back = {"Retry-After": str(COME_BACK_S)}
             return _error(503, f"{ROUTER_IN_FLIGHT_MAX} requests are in flight", come_back)
         self._in_flight += 1  # from here on: a body that is slow to come is memory, too
         try:
-            job = self._job(request)
-            try:
-                job.body = await self._incoming.body(request, job.left_s())
-            except RefusedError as e:
-                return _error(e.status, str(e))
-            return await answer(request, job)
+            return await answer(request, self._job(request))
+        except RefusedError as e:
+            return _error(e.status, str(e))
         except ClientGoneError:
             return web.Response(status=499)  # to nobody
         finally:
             self._in_flight -= 1
 
     async def _routed(self, request: web.Request, job: _Job) -> web.StreamResponse:
+        job.body = await self._incoming.body(request, job.left_s())
         job.prefix = await self._prefixes.find(job.model, await self._tokens(job))
         await self._prefill(job)
         return await self._decode(request, job)
@@ -333,7 +331,11 @@ class Router:
     async def _where_blocks(self, request: web.Request, job: _Job) -> web.Response:
         """Return which leading blocks of a prompt are where, for routers of others."""
         try:
-            asked = BlocksAsked.of(job.body or {})
+            if request.content_type == OCTETS:
+                raw = await self._incoming.octets(request, job.left_s())
+                asked = BlocksAsked.of_octets(request.query, raw)
+            else:
+                asked = BlocksAsked.of(await self._incoming.body(request, job.left_s()))
             return web.json_response(await where_blocks(self._prefixes, asked))
         except UsageError as e:
             return _error(400, str(e))

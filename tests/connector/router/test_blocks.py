@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from typing import Any
 
+import aiohttp
 import pytest
 from fake_engines import KEYS, TOKENS, FakeEngine, saver, talk
 from routed import Setup, routed
@@ -24,6 +26,15 @@ def keys_of(tokens: list[int]) -> list[Key]:
 async def where(router: Setup, **question: Any) -> tuple[int, Any]:
     answer, raw = await router.ask("/blocks", **question)
     return answer.status, json.loads(raw)
+
+
+async def octets(router: Setup, path: str, body: bytes) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/octet-stream"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(router.url + path, data=body, headers=headers) as answer,
+    ):
+        return answer.status, await answer.json()
 
 
 def test_blocks_are_told_by_tokens_and_by_keys(locator: Locator, store: BlockSession) -> None:
@@ -59,6 +70,56 @@ def test_blocks_are_told_by_tokens_and_by_keys(locator: Locator, store: BlockSes
             assert by_keys == {**answer, "block_size": None, "store_block_size": None}
             status, nothing = await where(router, tokens=MISSING)
             assert (status, nothing["ranges"], nothing["holders"]) == (200, [], [])
+
+    asyncio.run(scenario())
+
+
+def test_tokens_and_keys_as_bytes_are_answered_as_those_in_json(
+    locator: Locator, store: BlockSession
+) -> None:
+    size = KEYS.block_tokens
+    longer = [*TOKENS[: len(TOKENS) // size * size], *MISSING]
+    keys = keys_of(longer)
+
+    async def scenario() -> None:
+        async with routed(locator, [FakeEngine(saver(store))], [FakeEngine(talk)]) as router:
+            await router.ask()
+            asked = {"tokens": longer, "block_size": size // 2}
+            as_bytes = array("I", longer).tobytes()
+            path = f"/blocks?model=m&block_size={size // 2}"
+            assert await octets(router, path, as_bytes) == await where(router, **asked)
+            assert (await octets(router, path, as_bytes))[1]["total_hits"] == 2 * (len(keys) - 4)
+            own = await where(router, tokens=longer)
+            assert await octets(router, "/blocks?model=m", as_bytes) == own
+            by_keys = await where(router, keys=[key.hex() for key in keys])
+            assert await octets(router, "/blocks", b"".join(keys)) == by_keys
+            assert by_keys[1]["total_hits"] == len(keys) - 4
+            nobody = await octets(router, "/blocks?model=other", as_bytes)
+            assert nobody[0] == 404
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [
+        ("", b"k" * 31),
+        ("", b"k" * 33),
+        ("", b"k" * 32 * (ROUTER_BLOCKS_ASKED_MAX + 1)),
+        ("?block_size=16", b"k" * 32),
+        ("?model=m", b"abc"),
+        ("?model=m&block_size=0", b"abcd"),
+        ("?model=m&block_size=-1", b"abcd"),
+        ("?model=m&block_size=x", b"abcd"),
+        ("?model=m&block_size=", b"abcd"),
+        ("?model=m&block_size=%C2%B2", b"abcd"),
+    ],
+)
+def test_bytes_that_are_no_question_are_refused(no_index: Locator, query: str, body: bytes) -> None:
+    async def scenario() -> None:
+        async with routed(no_index, [], [FakeEngine(talk)]) as router:
+            status, answer = await octets(router, f"/blocks{query}", body)
+            assert (status, answer["error"]["code"]) == (400, 400)
 
     asyncio.run(scenario())
 

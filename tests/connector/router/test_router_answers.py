@@ -170,7 +170,17 @@ def test_what_looks_like_values_in_a_text_is_none(no_index: Locator, marks: str)
     ],
 )
 def test_a_text_hides_no_values(raw: bytes) -> None:
-    assert "more than" in (incoming._too_much(raw) or "")
+    with pytest.raises(incoming.RefusedError, match="more than") as refused:
+        incoming._json_object(raw)
+    assert refused.value.status == 413
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig"])
+def test_values_are_counted_in_every_encoding_of_json(encoding: str) -> None:
+    """Chinese characters whose bytes are a comma's and a bracket's were refused as values."""
+    text = "\u2c2c\u5b5b\u7b7b" * (ROUTER_VALUES_MAX // 2)
+    raw = json.dumps({"model": "m", "prompt": text}, ensure_ascii=False).encode(encoding)
+    assert incoming._json_object(raw) == {"model": "m", "prompt": text}
 
 
 @given(
