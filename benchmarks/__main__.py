@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 
 from benchmarks.report import show
 from benchmarks.suites import (
+    blocks,
     crowd,
     deadlines,
     events,
@@ -23,6 +24,7 @@ from benchmarks.suites import (
 )
 
 SUITES = {
+    "blocks": blocks,
     "crowd": crowd,
     "deadlines": deadlines,
     "events": events,
