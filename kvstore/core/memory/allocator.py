@@ -41,6 +41,7 @@ files of their own (eviction.py, space.py).
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple
@@ -291,12 +292,17 @@ class Allocator:
             return None
         inside = {slot.slot_id for slot in window.slots}
         victims = [slot for slot in window.slots if not slot.kept_until]
+        without = [slot.size for slot in kept]
+        """Of those that have no place yet, ascending."""
         others = (self._slots[i] for i in self._evictable.coldest() if i not in inside)
-        for slot in reversed(kept):
-            place = next((one for one in others if one.size >= slot.size), None)
+        while without:
+            place = next(others, None)
             if place is None:
                 return None
-            victims.append(place)
+            # To the largest that fits: whatever is left is the easiest to place.
+            if fits := bisect_right(without, place.size):
+                del without[fits - 1]
+                victims.append(place)
         first, last = window.extents[0], window.extents[-1]
         return Clearance(victims, kept, range(first.start, last.start + last.size))
 
