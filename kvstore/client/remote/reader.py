@@ -111,20 +111,13 @@ class RemoteNodes(Peers):
     def read(self, wanted: Sequence[Wanted], deadline: float | None = None) -> list[Outcome]:
         """Return one outcome per block; all nodes at the same time, each in batches with deadlines,
         large ones by several connections, and all of it by one deadline, whatever is asked for."""
-        sizes = [one.location.length for one in wanted]
-        total_bytes = sum(sizes)
+        total_bytes = sum(one.location.length for one in wanted)
         give_up_at = time.monotonic() + self.timeout_s(total_bytes)
         deadline = give_up_at if deadline is None else min(deadline, give_up_at)
         outcomes: list[Outcome] = [Outcome(Read.FAILED)] * len(wanted)
         parts = by_node([one.location for one in wanted])
         if total_bytes >= 2 * STREAM_SHARE_BYTES:
-            parts = [
-                share
-                for which in parts
-                for share in in_shares(
-                    which, sizes, self._connections(wanted[which[0]].location, deadline)
-                )
-            ]
+            parts = self._in_shares(parts, wanted, deadline)
         parts_of = Counter(wanted[which[0]].location.node_id for which in parts)
 
         def read_part(which: list[int]) -> None:
@@ -213,7 +206,22 @@ class RemoteNodes(Peers):
                 self._workers = ThreadPoolExecutor(STREAM_NODES_AT_ONCE, "kvstore-remote")
             return self._workers
 
-    def _connections(self, at: Location, deadline: float) -> int:
+    def _in_shares(
+        self, parts: Sequence[list[int]], wanted: Sequence[Wanted], deadline: float
+    ) -> list[list[int]]:
+        """Cut what is large of `parts`, each of one node. Nodes are asked for connections one after
+        the other, by one deadline for all: the others are not to wait for those that are silent."""
+        until = min(time.monotonic() + PROBE_TIMEOUT_S, deadline)
+        sizes = [one.location.length for one in wanted]
+        shares: list[list[int]] = []
+        for which in parts:
+            count_max = 1
+            if sum(sizes[i] for i in which) >= 2 * STREAM_SHARE_BYTES:
+                count_max = self._connections(wanted[which[0]].location, until)
+            shares += in_shares(which, sizes, count_max)
+        return shares
+
+    def _connections(self, at: Location, until: float) -> int:
         """Return by how many connections a large read of that node comes: one, unless it is read
         by streams, and more of them are open or can be opened at once."""
         most, now = connections_per_read(), time.monotonic()
@@ -222,7 +230,6 @@ class RemoteNodes(Peers):
         announcement = self.node(at.node_id, at.epoch, now)
         if announcement is None or self._ways(announcement)[0][0] != STREAM:
             return 1
-        until = min(now + PROBE_TIMEOUT_S, deadline)
         return max(self.stream.keep_ready(announcement, most, until), 1)
 
     def _read_node(

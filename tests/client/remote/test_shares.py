@@ -57,7 +57,7 @@ def test_shares_are_the_blocks_in_their_order_and_none_is_much_larger(seed: int)
     assert 1 <= len(shares) <= count_max
     each = [sum(sizes[i] for i in share) for share in shares]
     if len(shares) > 1:
-        assert min(each[:-1]) >= STREAM_SHARE_BYTES
+        assert min(each) >= STREAM_SHARE_BYTES
         assert max(each) <= sum(each) / len(each) + max(sizes), seed
 
 
@@ -65,6 +65,8 @@ def test_what_is_little_is_one_share() -> None:
     sizes = [STREAM_SHARE_BYTES // 8] * 15
     assert in_shares(range(15), sizes, 4) == [list(range(15))]
     assert len(in_shares(range(16), [*sizes, sizes[0]], 4)) == 2
+    large = 2 * STREAM_SHARE_BYTES - 1
+    assert in_shares(range(2), [large, 1], 4) == [[0, 1]], "nor is what is left"
 
 
 @pytest.fixture
@@ -186,3 +188,40 @@ def test_a_share_has_the_time_of_all_that_use_the_link(monkeypatch: pytest.Monke
     assert len(granted) == 6
     for size_bytes, left_s in granted:
         assert left_s == pytest.approx(1.0 + 3 * size_bytes / STREAM_SLOW_BYTES_PER_S, abs=0.3)
+
+
+def test_connections_are_opened_by_one_deadline_and_where_there_is_much_to_read_alone(
+    many_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node is asked after the other: those that are silent must not use up the time of all."""
+    index = MemoryIndex()
+    for number in range(1, 6):
+        word = announcement(node_id=number, transports={STREAM: f"tcp://there:740{number}"})
+        index.announce(number, word.pack(), 600.0)
+    nodes = RemoteNodes(index, (STREAM,), StreamSecurity(), 1.0)
+    asked = list[tuple[int, float]]()
+
+    def silent(node: Announcement, count: int, deadline: float) -> int:
+        asked.append((node.node_id, deadline))
+        time.sleep(0.001)
+        return 0
+
+    def read(node: Announcement, wanted: Sequence[Wanted], deadline: float) -> list[Outcome]:
+        return [Outcome(Read.HIT)] * len(wanted)
+
+    monkeypatch.setattr(nodes.stream, "keep_ready", silent)
+    monkeypatch.setattr(nodes.stream, "read", read)
+    room = memoryview(bytearray(2 * STREAM_SHARE_BYTES))
+    sizes = {1: 2, 2: 2, 3: 2, 4: 1, 5: 1}  # in shares
+    wanted = [
+        Wanted(
+            bytes([number]) * 32,
+            Location(number, 1, 0, 0, 1, 0, shares * STREAM_SHARE_BYTES, 1),
+            (room[: shares * STREAM_SHARE_BYTES],),
+        )
+        for number, shares in sizes.items()
+    ]
+    assert [outcome.read for outcome in nodes.read(wanted)] == [Read.HIT] * 5
+    nodes.close()
+    assert [number for number, _ in asked] == [1, 2, 3]
+    assert len({deadline for _, deadline in asked}) == 1
