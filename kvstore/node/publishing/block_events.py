@@ -54,6 +54,8 @@ STOP_TIMEOUT_S = 2.0
 """How long it waits for the thread that sends them, which ends with the process."""
 _REQUEST_BYTES_MAX = 64
 _REQUESTS_AT_ONCE = 64
+_BETWEEN: tuple[list[bytes], ...] = ([], [b""])
+"""What may stand between a listener's name and its request: each message of the answer has it."""
 
 
 class BlockEvents:
@@ -236,6 +238,8 @@ class BlockEvents:
         for _ in range(_REQUESTS_AT_ONCE):
             try:
                 who, *between, asked = self._replay.recv_multipart(self._zmq.NOBLOCK)
+                if between not in _BETWEEN:
+                    raise ValueError(f"{len(between)} parts before it")
                 self._answers.asked([who, *between], sequence_of(asked))
             except self._zmq.Again:
                 break

@@ -99,8 +99,10 @@ class Answers:
             self._kept_cost -= self._kept.popleft()[0].cost
 
     def asked(self, who: list[bytes], start: int) -> None:
-        """`who` wants all from that number on."""
-        if len(self._whole) + len(self._since) >= EVENT_REPLAYS_MAX:
+        """`who` wants all from that number on: its name, and what is to stand before an answer."""
+        waiting = [*self._whole, *(one for one, _ in self._since)]
+        own = sum(one[0] == who[0] for one in waiting)
+        if len(waiting) >= EVENT_REPLAYS_MAX or own >= EVENT_ANSWERS_MAX:
             return  # it asks again
         if start and self._reaches(start):
             self._since.append((who, start))
@@ -155,7 +157,7 @@ class Answers:
         parts += [one for one in kept if one[0] >= start]
         size_bytes = sum(_MESSAGE_COST_BYTES + len(payload) for _, payload in parts)
         going_bytes = sum(answer.size_bytes for answer in self._going)
-        own = sum(answer.who == who for answer in self._going)
+        own = sum(answer.who[0] == who[0] for answer in self._going)
         full = self._going and going_bytes + size_bytes > EVENT_ANSWER_BYTES_MAX
         if full or own >= EVENT_ANSWERS_MAX:
             self.dropped += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.limits import EVENT_ANSWERS_MAX, EVENT_MESSAGES_WAITING_MAX
+from kvstore.limits import EVENT_ANSWERS_MAX, EVENT_MESSAGES_WAITING_MAX, EVENT_REPLAYS_MAX
 from kvstore.node.publishing import block_events, event_answers
 from kvstore.node.publishing.event_answers import Answers, EventMessage, Snapshot
 from kvstore.protocol.block_events import BlockChanges, Source, endpoints_of, sequence_bytes
@@ -79,6 +79,24 @@ def test_one_listener_has_few_answers_at_a_time(listeners: Listeners) -> None:
     assert listeners.ask(b"one")
 
 
+def test_a_listener_is_one_however_it_puts_its_requests(listeners: Listeners) -> None:
+    """It chooses what stands between its name and the request."""
+    for _ in range(EVENT_ANSWERS_MAX):
+        assert listeners.ask(b"one")
+    listeners.answers.asked([b"one"], 0)
+    listeners.answers.give(listeners.sent.append, listeners._last)
+    assert len(listeners.trackers) == EVENT_ANSWERS_MAX
+
+
+def test_one_listener_does_not_take_the_places_of_all_that_wait_for_a_snapshot(
+    listeners: Listeners,
+) -> None:
+    for start in range(EVENT_REPLAYS_MAX):
+        listeners.answers.asked([b"one", b""], start % 2)
+    assert listeners.ask(b"other")
+    assert [parts[0] for parts in listeners.sent if parts[0] == b"other"]
+
+
 def test_an_answer_that_is_larger_than_all_may_be_is_given_alone(
     listeners: Listeners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +161,36 @@ def test_listeners_that_never_read_are_hung_up_on_and_others_are_answered(
         finally:
             for socket in deaf:
                 socket.close()
+            events.stop(keep=True)
+
+    with held_ports(1) as (port,), zmq.Context() as context:
+        place, replay = endpoints_of(str(port))
+        asyncio.run(scenario(place, replay, context))
+
+
+def test_requests_of_more_parts_than_any_has_are_not_answered() -> None:
+    """Each message of an answer would have them all, which nobody counts."""
+    zmq = pytest.importorskip("zmq")
+    core: Any = SimpleNamespace(listed=SimpleNamespace(keys=list), changes=None)
+
+    async def scenario(place: str, replay: str, context: Any) -> None:
+        source = Source("host", "node", 1)
+        events = block_events.BlockEvents(place, source, core, asyncio.get_running_loop())
+        events.start()
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.set(zmq.LINGER, 0)
+            socket.connect(replay)
+            socket.send_multipart([b"", b"", sequence_bytes(0)])
+            socket.send_multipart([b"x", sequence_bytes(0)])
+            socket.send_multipart([b"", sequence_bytes(0)])
+            give_up_at = time.monotonic() + PATIENCE_S
+            while not socket.poll(0) and time.monotonic() < give_up_at:
+                await asyncio.sleep(0.01)
+            first, topic, *_ = socket.recv_multipart(zmq.NOBLOCK)
+            assert (first, topic) == (b"", events._topic)
+        finally:
+            socket.close()
             events.stop(keep=True)
 
     with held_ports(1) as (port,), zmq.Context() as context:
