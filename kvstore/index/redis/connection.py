@@ -28,6 +28,9 @@ READ_BYTES = 64 << 10
 """Read at once; a reply to `REDIS_ARGS_MAX` keys fits."""
 WRITE_AT_ONCE_BYTES = 64 << 10
 """A longer request may wait in the socket, so the time it took is counted."""
+SPARE_SHARE = 0.1
+"""Of the time that a call may take, what it may be late by: to tell a socket another time is a call
+of the system, and there are two for each."""
 ERROR_CHARS_MAX = 200
 """Of a server's error text, in a message."""
 
@@ -162,8 +165,12 @@ class Link:
         fresh = sock is None
         if sock is None:
             sock = self._ready(deadline)
+        # Who has waited for a connection has less than its socket waits for.
+        late = deadline - monotonic() < self._timeout_s * (1 - SPARE_SHARE)
+        if late:
+            sock.settimeout(_left(deadline))
         sock.sendall(request)
-        hurried = fresh or len(request) > WRITE_AT_ONCE_BYTES
+        hurried = fresh or late or len(request) > WRITE_AT_ONCE_BYTES
         return self._replies(replies, deadline, hurried=hurried)
 
     def _replies(self, count: int, deadline: float, *, hurried: bool) -> list[Reply]:

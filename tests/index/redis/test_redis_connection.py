@@ -198,3 +198,40 @@ def drained(peer: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while peer.recv(1 << 16):
             pass
+
+
+class Silent:
+    """A socket of a server that answers when it was waited for; notes what time it was given."""
+
+    def __init__(self) -> None:
+        self.timeout_s = 0.0
+        self.waited_s: list[float] = []
+
+    def settimeout(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def sendall(self, request: bytes) -> None:
+        self.waited_s.append(self.timeout_s)
+
+    def recv_into(self, buffer: bytearray) -> int:
+        self.waited_s.append(self.timeout_s)
+        buffer[:7] = b"+PONG\r\n"
+        return 7
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", ["run", "run_here"])
+def test_who_has_waited_for_a_connection_has_only_what_is_left(call):
+    """All calls of the others before it were slow, and so is this one."""
+    silent = Silent()
+    link = Link(lambda deadline: (Connection(silent), b"", 0), 60.0)
+    assert link.run(b"PING\r\n", 1, time.monotonic() + 60.0) == [b"PONG"]
+    silent.waited_s.clear()
+    assert getattr(link, call)(b"PING\r\n", 1, time.monotonic() + 30.0) == [b"PONG"]
+    assert len(silent.waited_s) == 2
+    assert max(silent.waited_s) <= 30.0
+    silent.waited_s.clear()
+    assert getattr(link, call)(b"PING\r\n", 1, time.monotonic() + 60.0) == [b"PONG"]
+    assert silent.waited_s == [60.0, 60.0], "no call of the system for a time that is the usual one"
