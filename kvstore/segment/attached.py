@@ -193,7 +193,9 @@ class AttachedShm(AttachedHeads):
         self._mapped = batch_read.MappedSegment(self._head, self._data, self._hints, self.payload)
         self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
         self._populated: set[int] = set()
-        """Parts of `LOCK_PART_BYTES` whose pages are all mapped."""
+        """Parts of `LOCK_PART_BYTES` whose pages are all mapped, or are being mapped."""
+        self._mapped_parts: set[int] = set()
+        """Those among them whose pages are."""
         self._populating = False
         """A thread maps what lies ahead."""
         self.is_populated = False
@@ -232,7 +234,14 @@ class AttachedShm(AttachedHeads):
             if not self._advise(*self._part(part)):
                 self._populated.discard(part)
                 return False
+            self._is_mapped(part)
         return True
+
+    def _is_mapped(self, part: int) -> None:
+        self._populated.add(part)
+        self._mapped_parts.add(part)
+        mapped_bytes = len(self._mapped_parts) * LOCK_PART_BYTES
+        self.is_populated = mapped_bytes >= self.superblock.size_bytes
 
     def _part(self, part: int) -> tuple[int, int]:
         """(start, bytes) of a part of `LOCK_PART_BYTES`; the segment's last one may be smaller."""
@@ -257,8 +266,7 @@ class AttachedShm(AttachedHeads):
                     if not self._advise(start, step_bytes):
                         return
                     self._machine.sleep(POPULATE_PAUSE_S)
-                self._populated.add(part)
-            self.is_populated = size_bytes == self.superblock.size_bytes
+                self._is_mapped(part)
         except ValueError:
             pass  # closed meanwhile
         finally:

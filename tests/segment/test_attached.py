@@ -233,6 +233,27 @@ def test_what_lies_ahead_is_mapped_in_steps_with_pauses_and_once(
     assert pages.parts() == [(3 * PART, PART)]
 
 
+def test_what_is_beyond_is_mapped_when_used_and_then_all_of_it_is(
+    mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on nobody asks for a block of a large segment whether it is mapped."""
+    shm, pages, later = mapped
+    monkeypatch.setattr(module, "POPULATE_AHEAD_BYTES", 2 * PART)
+    shm.superblock = shm.superblock._replace(size_bytes=4 * PART)
+    shm.populate(PART, PART)
+    shm.populate_ahead()
+    later.waiting[0]()
+    assert not shm.is_populated
+    shm.populate(2 * PART, PART)
+    assert not shm.is_populated
+    pages.fails = OSError(errno.EFAULT, "away")
+    assert not shm.populate(3 * PART, PART)
+    assert not shm.is_populated
+    pages.fails = None
+    assert shm.populate(3 * PART, PART)
+    assert shm.is_populated
+
+
 def test_the_last_step_ends_with_the_segment(mapped: Mapped) -> None:
     shm, pages, later = mapped
     shm.superblock = shm.superblock._replace(size_bytes=PART + STEP + 100)
