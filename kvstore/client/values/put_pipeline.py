@@ -221,7 +221,7 @@ def _with_patience(window: _Window, machine: Machine) -> list[PutResult | None]:
         further = window.of(again)
         for i, result in zip(again, further.run(), strict=True):
             results[i] = result
-        window.failure = further.failure
+        window.failure = further.failure or window.failure
     return results
 
 

@@ -20,7 +20,7 @@ from kvstore.node.daemon import Node
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_requests import Wants
 from kvstore.segment import batch_read
-from kvstore.types import Kind, PutStatus
+from kvstore.types import NO_SPACE, Kind, PutStatus
 
 MIB = 1 << 20
 NODE_BYTES = 32 * MIB
@@ -294,6 +294,28 @@ def test_slots_granted_before_a_request_that_fails_are_given_back(writer, monkey
     assert len(asked) == 2
     assert writer.stats()["reserved"] == 0
     assert not writer.link().held
+
+
+def test_what_failed_is_told_though_the_node_takes_further_values(writer, monkeypatch):
+    """It was slow once; what found no room before is asked for again."""
+    one = writer.writers()[0]
+    reserve_later = one.reserve_later
+    asked = []
+
+    def late():
+        raise DeadlineError("it was late")
+
+    def full_then_late(wants, namespace_id):
+        asked.append(len(wants))
+        if len(asked) == 1:
+            return lambda: [NO_SPACE] * len(wants)
+        return late if len(asked) == 2 else reserve_later(wants, namespace_id)
+
+    monkeypatch.setattr(one, "reserve_later", full_then_late)
+    results = save(writer, [bytes(4 * MIB) for _ in range(2)])
+    assert asked == [1, 1, 1]
+    assert [result.status for result in results] == [PutStatus.STORED, PutStatus.REJECTED]
+    assert results[1].reason == "it was late"
 
 
 def test_a_commit_with_slots_of_a_former_start_gives_back_the_others(writer):
