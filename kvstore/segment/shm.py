@@ -244,8 +244,9 @@ class OwnedHeads:
         there too has the first."""
         hints = self._hints
         place = hint_of(key, len(hints))
-        start = SUPERBLOCK_BYTES + hints[place] * HEADER_BYTES
-        if self._words[start >> 3] & 0xFF == SEALED:
+        before = hints[place]
+        start = SUPERBLOCK_BYTES + before * HEADER_BYTES
+        if before < len(self._held) and self._words[start >> 3] & 0xFF == SEALED:
             there = self._head[start + 8 : start + 40]
             if there != key and hint_of(there, len(hints)) | 1 == place | 1:
                 place ^= 1

@@ -19,7 +19,7 @@ from kvstore.compiled import part
 from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
 from kvstore.segment import shm
 from kvstore.segment.attached import AttachedShm
-from kvstore.segment.header import FREE, RESERVED, SEALED, unpack
+from kvstore.segment.header import FREE, RESERVED, SEALED, hint_of, unpack
 from kvstore.segment.shm import OwnedShm, header_writer
 
 SLOTS = BLOCK.size_bytes >> 12
@@ -95,6 +95,21 @@ def test_every_byte_is_the_one_that_python_writes(
         files.append((segment.head_path.read_bytes(), segment.data_path.read_bytes()))
         segment.close()
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("there", [SLOTS, 1 << 20, (1 << 32) - 1])
+def test_a_hint_to_no_slot_is_replaced_by_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int
+) -> None:
+    """A segment that was taken over may be damaged: that ends no node."""
+    for number, writer in enumerate((None, block_writes().write_headers)):
+        monkeypatch.setattr(shm, "WRITE_HEADERS", writer)
+        segment = OwnedShm(tmp_path / f"s{number}", BLOCK)
+        place = hint_of(KEY, len(segment._hints))
+        segment._hints[place] = there
+        segment.apply_all([SOUND])
+        assert segment._hints[place] == SOUND.slot_id
+        segment.close()
 
 
 @pytest.mark.usefixtures("compiled")
