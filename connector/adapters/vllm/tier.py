@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from connector.layout.identity import digest_of
 from connector.limits import DRAIN_TIMEOUT_S
 from connector.pages.pages import Pages, is_there, scatter
 from connector.settings import STORE_SETTINGS, ConnectorSettings
-from connector.worker.tasks import Results, TaskThreads
+from connector.worker.tasks import TaskThreads
 from kvstore import InternalError, Key, Namespace, UsageError, tenant_salt
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._store = open_store(config)
         self._lock = threading.Lock()
         self._pages: Pages | None = None
-        self._ended: Results[JobResult] = Results(lambda: None)
+        self._ended: deque[JobResult] = deque()
+        """Not reported yet. Bounded by vLLM, which gives chunks of its memory to each job: one that
+        is not reported keeps them, and a request that waits for it, for ever."""
         self._failed: set[OffloadKey] = set()
         """Keys that could not be loaded: not to be found again by the request that asked."""
         self._draining = threading.Event()
@@ -169,7 +172,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             if job.is_promotion and not whole:
                 with self._lock:
                     self._failed.update(set(keys).difference(done))
-            self._ended.put(job_id, JobResult(job_id, whole, partly, seconds, moved_bytes))
+            self._ended.append(JobResult(job_id, whole, partly, seconds, moved_bytes))
 
         def task() -> None:
             began = time.monotonic()
@@ -179,11 +182,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._tasks.submit(task, lambda: end((), None))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        results = self._ended.pop_all()
+        results = [self._ended.popleft() for _ in range(len(self._ended))]
         with self._lock:
             failed, self._failed = self._failed, set()
         self._lookups.mark_miss(failed)  # else vLLM asks for the same load for ever
-        return list(results.values())
+        return results
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         if keys:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_vllm_tier import CHUNK_BYTES, CHUNKS, PATIENCE_S, config
 
+from connector.limits import RESULTS_MAX
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -159,6 +161,16 @@ def test_every_job_is_reported_once(tier: Tier) -> None:
         tier.poll()
         time.sleep(0.002)
     assert sorted(result.job_id for result in tier.reported) == numbers
+
+
+def test_of_very_many_jobs_each_is_reported(node: NodeProcess, tmp_path: Path) -> None:
+    """A load of which vLLM never hears the end keeps its request waiting."""
+    tier = Tier(settings_of("ours", node, tmp_path))
+    numbers = [tier.job([], []) for _ in range(RESULTS_MAX + 10)]
+    tier.manager.drain_jobs()
+    tier.poll()
+    assert sorted(result.job_id for result in tier.reported) == numbers
+    tier.manager.shutdown()
 
 
 def test_after_a_drain_every_job_has_ended_and_nothing_touches_the_memory(tier: Tier) -> None:
