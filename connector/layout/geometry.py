@@ -268,6 +268,7 @@ def default_block_tokens(
         geometry.layers
         * max(1, geometry.heads * topology.tp_shards // max(TP_SIZES_DEFAULT))
         * geometry.channel_bytes
+        / geometry.tokens_per_slot
         for geometry, topology, _ in groups
     )
     most = min([BLOCK_TOKENS_MAX_DEFAULT, *(window for _, _, window in groups if window)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 
 from connector.layout.geometry import (
@@ -39,6 +42,14 @@ def test_trap_the_default_block_is_the_same_for_every_tensor_parallel_size(tp_si
     own = geometry(heads=max(1, 8 // tp_size))
     topology = TpKVTopology.of(tp_size, 1, 8)
     assert default_block_tokens([(own, topology, None)]) == 64
+
+
+def test_the_default_block_counts_what_a_worker_has_of_its_tokens() -> None:
+    """Entries of several tokens, as of a worker that has every other one."""
+    own = geometry(channel_bytes=4096, layers=8, heads=8, engine_block_tokens=8)
+    assert default_block_tokens([(own, TpKVTopology.of(), None)]) == 32
+    half = replace(own, tokens_per_slot=Fraction(2))
+    assert default_block_tokens([(half, TpKVTopology.of(), None)]) == 64
 
 
 def test_the_default_block_fits_into_a_window_and_holds_every_groups_blocks() -> None:
