@@ -380,9 +380,12 @@ class BlockSession:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
     ) -> list[ReserveAnswer]:
-        here = self.writer.no_node()
-        if here is None:
+        try:
             return self.writer.reserve(Wants(keys, size_bytes), namespace_id)
+        except NodeUnavailableError:
+            here = self.writer.no_node()
+            if here is None:
+                raise
         try:
             return self.remote_writer.reserve(keys, size_bytes, namespace_id)
         except NodeUnavailableError as e:

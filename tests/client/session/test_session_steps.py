@@ -154,15 +154,26 @@ def test_a_segment_that_is_closed_meanwhile_is_no_mapping():
     assert session.mappings() == []
 
 
+NO_NODE = NodeUnavailableError("none here")
+
+
+def no_node(*_):
+    raise NO_NODE
+
+
 def test_saves_go_elsewhere_only_where_there_is_no_node_here():
     session = session_of([])
     session.remote_writer = SimpleNamespace(reserve=lambda *_: ["elsewhere"])
-    session.writer = SimpleNamespace(no_node=lambda: NodeUnavailableError("none here"))
+    session.writer = SimpleNamespace(no_node=lambda: NO_NODE, reserve=no_node)
     assert session.reserve([key_of(0)], 5, 1) == ["elsewhere"]
-    wants = []
-    session.writer = SimpleNamespace(
-        no_node=lambda: None, reserve=lambda asked, _: wants.append(asked) or ["here"]
-    )
+    session.writer = SimpleNamespace(no_node=lambda: None, reserve=no_node)
+    with pytest.raises(NodeUnavailableError, match="none here"):
+        session.reserve([key_of(0)], 5, 1)
+
+
+def test_who_saves_looks_for_nodes_once():
+    session, wants = session_of([]), []
+    session.writer = SimpleNamespace(reserve=lambda asked, _: wants.append(asked) or ["here"])
     assert session.reserve([key_of(0)], 5, 1) == ["here"]
     assert wants == [Wants([key_of(0)], 5, Kind.BLOCK, 0, None, 0)]
 
@@ -173,7 +184,7 @@ def test_where_no_host_takes_a_save_both_reasons_are_told():
     def full(*_):
         raise NodeUnavailableError("all full")
 
-    session.writer = SimpleNamespace(no_node=lambda: NodeUnavailableError("none here"))
+    session.writer = SimpleNamespace(no_node=lambda: NO_NODE, reserve=no_node)
     session.remote_writer = SimpleNamespace(reserve=full)
     with pytest.raises(NodeUnavailableError, match="none here; elsewhere: all full"):
         session.reserve([key_of(0)], 5, 1)
