@@ -41,11 +41,14 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
     /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python -r pyproject.toml --extra router --extra stream
 
+# The compiled part: the compiler stays in this stage.
 FROM build AS wheel
+RUN apt-get update -qq && apt-get install -qq --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY . .
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
-    /opt/uv/bin/uv build --quiet --wheel --out-dir /dist
+    KVSTORE_COMPILED=yes /opt/uv/bin/uv build --quiet --wheel --out-dir /dist
 
 # What all containers have in common. All of one host must run as the same user: only it may
 # enter the run directory, and it owns the shared memory.
