@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from stores import NodeThread
+from stores import PATIENT, NodeThread
 
 from contract.saver import SaverContract, Saving
 from kvstore import BlockSession, VramPool
@@ -54,7 +55,11 @@ class TestRemote(SaverContract):
     def saving(self, redis_server: RedisServer, tmp_path: Path) -> Iterator[Saving]:
         listens = {"listen": ("127.0.0.1", 0), "security": SECURITY}
         with NodeThread(redis_server, size_bytes=16 << 20, **listens) as node:
+            limits = replace(
+                PATIENT, stream_timeout_s=10.0
+            )  # what a save may take is not asked here
             options = {**node.client_options, "run_dir": tmp_path, "security": SECURITY}
+            options["limits"] = limits
             with closing(BlockSession(**options)) as session:
                 yield Saving(
                     lambda keys, size: session.reserve(keys, size, NAMESPACE),
