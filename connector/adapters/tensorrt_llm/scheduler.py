@@ -156,11 +156,22 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         self._forget(int(request.request_id))
 
     def cancel_load(self, request: LlmRequest, start: int, end: int) -> None:
-        """Take back the offer from token `start` on."""
+        """Take back the blocks of the tokens from `start` to `end`. Those before them are still
+        loaded, or, where it is the offer's beginning (the engine has it by now), those after."""
         state = self._requests.get(int(request.request_id))
         if state is None:
             return
-        state.promised = max(0, min(state.promised, start // self._block_tokens - state.first))
+        size = self._block_tokens
+        first, last = state.first, state.first + state.promised
+        begin, behind = max(first, start // size), min(last, -(-end // size))
+        if begin >= behind:
+            return
+        if begin == first and behind < last:
+            state.refs = [row[behind - first :] for row in state.refs]
+            state.first = state.saved = behind
+            state.promised = last - behind
+        else:
+            state.promised = begin - first
         if not state.promised:
             self._end_unless_told(state)
 

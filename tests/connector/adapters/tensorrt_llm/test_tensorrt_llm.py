@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from stores import MIB, NodeProcess
 from trtllm_model_engine import (
     BLOCK,
+    LAYERS,
     OPTIONAL,
     SCHEDULER_METHODS,
     WORKER_METHODS,
@@ -400,6 +401,47 @@ def test_an_offer_that_is_taken_in_part_is_computed_beyond(make: Make) -> None:
         return 3 * BLOCK
 
     engine._add = part  # type: ignore[method-assign]
+    (found,) = engine.generate([PROMPT])
+    assert found.generated == alone(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("taken_back", "loaded"),
+    [
+        ([(0, 2)], range(2, 8)),
+        ([(0, 2), (6, 9)], range(2, 6)),
+        ([(6, 9), (0, 2)], range(2, 6)),
+        ([(3, 3)], range(8)),
+        ([(0, 9)], range(0)),
+    ],
+)
+def test_trap_what_is_left_of_an_offer_is_loaded_whichever_end_is_taken_back(
+    make: Make, taken_back: list[tuple[int, int]], loaded: range
+) -> None:
+    """Its beginning is when another request has computed it meanwhile, its end when there is no
+    room: the engine counts what is left as loaded."""
+    make().generate([PROMPT])
+    engine = make()
+    add, allocate = engine._add, engine._allocate
+
+    def offer(request: Any) -> int:
+        add(request)
+        for begin, end in taken_back:
+            engine.scheduler.cancel_load(request, begin * BLOCK, end * BLOCK)
+        request.position = loaded.stop * BLOCK
+        request.py_num_connector_matched_tokens = len(loaded) * BLOCK
+        return len(loaded) * BLOCK
+
+    def place(request: Any) -> None:
+        allocate(request)
+        if request.generated:
+            return
+        position, request.position, engine.chunk = request.position, 0, loaded.start * BLOCK
+        for layer in range(LAYERS):
+            engine._compute(request, 0, layer)
+        request.position, engine.chunk = position, len(PROMPT)
+
+    engine._add, engine._allocate = offer, place  # type: ignore[method-assign]
     (found,) = engine.generate([PROMPT])
     assert found.generated == alone(PROMPT)
 
