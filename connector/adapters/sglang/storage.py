@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 import sglang
 import torch
@@ -28,12 +27,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from connector.adapters.sglang.engine import draft_fields, engine_fields
 from connector.adapters.sglang.hashes import check_page_hashes
 from connector.adapters.sglang.hits import Hits
 from connector.adapters.sglang.pools import PoolPages, flat_size, page_form, tensor_parts
 from connector.adapters.sglang.shape import KV, has_draft, page_namespaces, settings
 from connector.build import open_store
-from connector.layout.identity import config_digest, files_of, weights_or_unknown
 from connector.pages.pages import Pages, is_there
 from kvstore import PeerError, UsageError
 
@@ -42,14 +41,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-    from connector.layout.geometry import Field
     from kvstore import Key, Namespace
 
 log = logging.getLogger(__name__)
 
-UNREADABLE_FORMATS = ("dummy", "remote", "remote_instance", "runai_streamer", "private")
-"""`load_format`s whose weights are in no file of this host."""
-_OF_THIS_PROCESS = f"of process {uuid4().hex}"
 SAMPLES_MAX = 1024
 """Transfers whose figures wait for `get_stats`; beyond it the oldest are dropped."""
 
@@ -105,9 +100,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def _namespaces(
         self, pool: HostKVCache, name: str, interface: str, sizes_bytes: Sequence[int]
     ) -> list[Namespace]:
-        engine = _engine_fields(self._config.weights_id)
+        engine = engine_fields(self._config.weights_id)
         if has_draft(pool, name):
-            engine |= _draft_fields(self._config.weights_id)
+            engine |= draft_fields(self._config.weights_id)
         return page_namespaces(
             self._storage, pool, self._config, engine, interface, name=name, sizes_bytes=sizes_bytes
         )
@@ -311,52 +306,3 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
 def _names(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
-
-
-def _engine_fields(weights_id: str | None) -> dict[str, Field]:
-    """Return namespace fields that SGLang's process knows."""
-    fields: dict[str, Field] = {"version": str(sglang.__version__)}
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        args = get_server_args()
-        model, revision = str(args.model_path), getattr(args, "revision", None)
-    except (ImportError, ValueError, AttributeError, RuntimeError, AssertionError):
-        if weights_id is None:
-            why_not = "the server's arguments cannot be read"
-            fields["weights"] = weights_or_unknown(None, why_not, _OF_THIS_PROCESS)
-        return fields
-    path, why_not = files_of(model, revision, getattr(args, "download_dir", None))
-    if weights_id is None:
-        if str(getattr(args, "load_format", "auto")) in UNREADABLE_FORMATS:
-            path, why_not = None, f"load_format {args.load_format} reads no files of this host"
-        fields["weights"] = weights_or_unknown(path, why_not, _OF_THIS_PROCESS)
-    fields["forward"] = config_digest(path) if path is not None else ""
-    for field, name in (
-        ("overrides", "json_model_override_args"),
-        ("weights_dtype", "dtype"),
-        ("quantisation", "quantization"),
-        ("kv_cache_dtype", "kv_cache_dtype"),
-    ):
-        fields[field] = str(getattr(args, name, None) or "")
-    return fields
-
-
-def _draft_fields(weights_id: str | None) -> dict[str, Field]:
-    """Return what a draft model's pages depend on besides; `weights_id` stands for its weights
-    too."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        args = get_server_args()
-        algorithm = str(getattr(args, "speculative_algorithm", None) or "")
-        path = getattr(args, "speculative_draft_model_path", None)
-        revision = getattr(args, "speculative_draft_model_revision", None)
-    except (ImportError, ValueError, AttributeError, RuntimeError, AssertionError):
-        return {"draft": ""}
-    fields: dict[str, Field] = {"draft": algorithm}
-    if path and weights_id is None:
-        where, why_not = files_of(str(path), revision, getattr(args, "download_dir", None))
-        fields["draft_weights"] = weights_or_unknown(where, why_not, _OF_THIS_PROCESS)
-        fields["draft_forward"] = config_digest(where) if where is not None else ""
-    return fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import time
 import warnings
@@ -164,6 +165,20 @@ def test_trap_in_a_server_the_weights_count_and_not_what_they_are_called(
 
     pool, names = mha_pool(), hashes(1)
     assert [server(*one) for one in (("a", b"1"), ("a", b"2"), ("b", b"1"))] == [False, False, True]
+
+
+def test_sglang_knows_adapters_of_its_command_line_by_name_and_path_alone() -> None:
+    """And arguments by the names that are read: why files and more are in the namespace
+    (test_sglang_engine.py)."""
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.server_args import ServerArgs
+
+    from connector.adapters.sglang.engine import FORWARD_ARGS
+
+    assert LoRARef.deterministic_id("a", "/b") == LoRARef.deterministic_id("a", "/b")
+    assert LoRARef(lora_name="a", lora_path="/b").lora_id != LoRARef("a", "/b").lora_id
+    read = {*FORWARD_ARGS, "quantization_param_path", "lora_paths", "download_dir", "revision"}
+    assert read <= set(inspect.signature(ServerArgs).parameters)
 
 
 def test_trap_every_rank_finds_replicated_kv_that_one_rank_saved(node: NodeProcess) -> None:
