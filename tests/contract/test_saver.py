@@ -55,9 +55,8 @@ class TestRemote(SaverContract):
     def saving(self, redis_server: RedisServer, tmp_path: Path) -> Iterator[Saving]:
         listens = {"listen": ("127.0.0.1", 0), "security": SECURITY}
         with NodeThread(redis_server, size_bytes=16 << 20, **listens) as node:
-            limits = replace(
-                PATIENT, stream_timeout_s=10.0
-            )  # what a save may take is not asked here
+            # What is asked is what was saved, not how soon.
+            limits = replace(PATIENT, stream_timeout_s=10.0)
             options = {**node.client_options, "run_dir": tmp_path, "security": SECURITY}
             options["limits"] = limits
             with closing(BlockSession(**options)) as session:
