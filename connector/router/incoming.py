@@ -51,6 +51,8 @@ class Incoming:
             raise RefusedError(413, why) from e
         except TimeoutError as e:
             raise RefusedError(408, "the body has not come in time") from e
+        except web.RequestPayloadError as e:  # it is not packed as its head says
+            raise RefusedError(400, "the body cannot be read") from e
         finally:
             self._coming -= {transport}
         return raw

@@ -22,11 +22,11 @@ to the engine beside the longest prefix. dns+http://NAME:PORT is one engine at e
 NAME, looked up again and again. --prefill and --decode may be given several times."""
 
 
-def _is_no_bad_http(record: logging.LogRecord) -> bool:
-    """Whether it tells of more than a client that speaks no HTTP: that one hears so himself, and
-    whoever can connect would fill the log with tracebacks."""
+def is_no_bad_http(record: logging.LogRecord) -> bool:
+    """Whether it tells of more than a client that speaks no HTTP, or whose body cannot be unpacked:
+    that one hears so himself, and whoever can connect would fill the log with tracebacks."""
     raised = record.exc_info[1] if record.exc_info else None
-    return not isinstance(raised, HttpProcessingError)
+    return not isinstance(raised, HttpProcessingError | web.RequestPayloadError)
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-    logging.getLogger("aiohttp.server").addFilter(_is_no_bad_http)
+    logging.getLogger("aiohttp.server").addFilter(is_no_bad_http)
     try:
         settings = RouterSettings(
             timeout_s=options.timeout_s,

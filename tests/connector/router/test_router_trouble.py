@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from routed import DECODE, FOUND, PATIENCE_S, PREFILL, routed  # noqa: E402
 from connector.router import discovery, prefix, server, upstream  # noqa: E402
 from connector.router.discovery import Name, resolve  # noqa: E402
 from connector.router.routing import Engine, EngineFleet, Role  # noqa: E402
+from connector.router.run import is_no_bad_http  # noqa: E402
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +195,27 @@ def test_what_is_no_request_is_refused_as_openai_does(
                 assert (await answer.json())["error"]["code"] == status
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_is_not_packed_as_it_says_is_refused_and_fills_no_log(
+    no_index: Locator, encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with (
+            routed(no_index, [], []) as router,
+            aiohttp.ClientSession() as session,
+        ):
+            head = {"Content-Type": "application/json", "Content-Encoding": encoding}
+            url = f"{router.url}/v1/completions"
+            async with session.post(url, data=b"hello", headers=head) as answer:
+                assert answer.status == 400
+                told = await answer.json()
+                assert told["error"]["message"] == "the body cannot be read"
+
+    with caplog.at_level(logging.ERROR, "aiohttp.server"):
+        asyncio.run(scenario())
+    assert [record for record in caplog.records if is_no_bad_http(record)] == []
 
 
 def test_a_name_that_cannot_be_looked_up_for_now_keeps_its_engines(
