@@ -8,6 +8,7 @@ ranges and hits, counted in that size, and for routers that look at places who h
 
 from __future__ import annotations
 
+import re
 from array import array
 from binascii import unhexlify
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 class UnknownModelError(Exception):
     """No engine has told yet how it names this model's blocks, or tokens alone do not tell."""
+
+
+_PLAIN_SIZE = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,10 @@ class BlocksAsked:
                 rule = f"without model= must be at most {ROUTER_BLOCKS_ASKED_MAX} keys"
                 raise UsageError("body", len(raw), f"{rule} of {KEY_BYTES} bytes")
             return cls(Struct(f"{KEY_BYTES}s" * (len(raw) // KEY_BYTES)).unpack(raw))
-        if size is not None and not (size.isascii() and size.isdecimal() and int(size) > 0):
-            raise UsageError("block_size", size, "must be an integer from 1")
+        if size is not None and not _PLAIN_SIZE.fullmatch(size):
+            raise UsageError(
+                "block_size", size[:20], "must be an integer from 1, of up to 9 digits"
+            )
         tokens = array("I")
         if len(raw) % tokens.itemsize:
             raise UsageError("body", len(raw), f"must be tokens of {tokens.itemsize} bytes")

@@ -113,6 +113,7 @@ def test_tokens_and_keys_as_bytes_are_answered_as_those_in_json(
         ("?model=m&block_size=x", b"abcd"),
         ("?model=m&block_size=", b"abcd"),
         ("?model=m&block_size=%C2%B2", b"abcd"),
+        ("?model=m&block_size=" + "9" * 5000, b"abcd"),
     ],
 )
 def test_bytes_that_are_no_question_are_refused(no_index: Locator, query: str, body: bytes) -> None:
