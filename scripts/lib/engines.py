@@ -312,24 +312,6 @@ class Driver:
                     result["kv_transfer_params"] = output.kv_transfer_params
         return list(results.values())
 
-    def pause_before_loads(self, asked: str, go: str) -> None:
-        """Have the next load wait: once a lookup has promised tokens the file `asked` appears, and
-        the engine goes on when `go` is there. For engines in this process only."""
-        connector = self.engine.engine_core.engine_core.scheduler.connector
-        taken = connector.update_state_after_alloc
-
-        def paused(request: Any, blocks: Any, tokens: int, *more: Any, **named: Any) -> Any:
-            done = taken(request, blocks, tokens, *more, **named)
-            if tokens:
-                connector.update_state_after_alloc = taken
-                Path(asked).touch()
-                give_up_at = time.monotonic() + CALL_TIMEOUT_S / 2
-                while not Path(go).exists() and time.monotonic() < give_up_at:
-                    time.sleep(0.01)
-            return done
-
-        connector.update_state_after_alloc = paused
-
     def drain(self) -> None:
         core = self.engine.engine_core.engine_core
         give_up_at = time.monotonic() + 30

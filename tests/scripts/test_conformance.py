@@ -13,10 +13,14 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
 
+from conformance import bench as conformance_bench  # noqa: E402
+from conformance import faults as conformance_faults  # noqa: E402
 from conformance import results as conformance_results  # noqa: E402
 from conformance import run as conformance  # noqa: E402
 from conformance.bench import (  # noqa: E402
+    APPLIES_NOT,
     DIED,
+    FAILED,
     LOADED,
     NOT_RUN,
     RECOMPUTED,
@@ -29,7 +33,7 @@ from conformance.bench import (  # noqa: E402
     filled_in,
     judge,
 )
-from conformance.faults import flip_bits, lose_store  # noqa: E402
+from conformance.faults import flip_bits, flip_copies, lose_store  # noqa: E402
 from conformance.results import PAGE, RESULTS, command, enter, table, with_table  # noqa: E402
 from conformance.run import CONTROL, failed  # noqa: E402
 from engines import Generated  # noqa: E402
@@ -49,7 +53,9 @@ def answers(tokens: list[list[int]], cached: int) -> list[Generated]:
         (RIGHT, 0, True, RECOMPUTED),
         (RIGHT, 64, True, SHARED),
         ([RIGHT[0], [4, 5, 7]], 64, False, WRONG),
-        ([RIGHT[0], [4, 5]], 0, False, WRONG),
+        ([RIGHT[0], [4, 5]], 0, False, FAILED),
+        ([RIGHT[0], []], 0, True, FAILED),
+        ([RIGHT[0], [*RIGHT[1], 7]], 0, False, WRONG),
         ([RIGHT[0], [4, 5, 7]], 64, True, WRONG),
     ],
 )
@@ -68,6 +74,7 @@ def test_a_verdict_says_what_was_answered_and_where_it_came_from(
         ("c", NOT_RUN, False),
         ("c", WRONG, True),
         ("c", SHARED, True),
+        ("c", FAILED, True),
         ("c", DIED, True),
         ("c", SILENT, True),
         ("c", REFUSED, False),
@@ -124,6 +131,51 @@ def test_a_store_is_lost_with_its_nodes_or_else_with_its_files(tmp_path: Path) -
     assert process.wait(10) == -9
 
 
+HOLDS_COPIES = """
+import mmap, sys
+maps = [mmap.mmap(-1, 4 << 20) for _ in range(2)]
+for one in maps:
+    for i in range(64):  # byte by byte: nothing else of this process has them all
+        one[4096 + i] = i + 1
+        one[8192 + i] = min(i, 32) + 1
+import ctypes
+print(*(ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in maps), flush=True)
+sys.stdin.read()
+print(*(one[:16384].hex() for one in maps), flush=True)
+"""
+
+
+def test_bits_are_flipped_in_a_processs_copies_but_for_its_own_cache() -> None:
+    needle = bytes(range(1, 65))
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_COPIES], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        cache = int(process.stdout.readline().split()[1])
+        assert flip_copies(process.pid, [bytes(range(2, 66))], []) == 0
+        assert flip_copies(process.pid, [needle], [(cache, 4 << 20)]) == 1
+        process.stdin.close()
+        in_store, in_cache = (bytes.fromhex(o.decode()) for o in process.stdout.read().split())
+    assert in_cache[4096:4160] == needle
+    assert in_store[4096:4160] == needle[:-1] + bytes([needle[-1] ^ 0x40])
+    assert in_store[:4096] + in_store[4160:] == in_cache[:4096] + in_cache[4160:]
+
+
+def test_what_a_connector_has_started_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance_faults, "END_TIMEOUT_S", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    with conformance.bench_of({}) as bench:
+        env = {**os.environ, "TMPDIR": str(bench.tmp)}
+        server = subprocess.Popen([sys.executable, "-c", deaf], env=env, start_new_session=True)
+        other = subprocess.Popen([sys.executable, "-c", deaf])
+    assert server.wait(10) == -9
+    assert other.poll() is None
+    assert not bench.work.exists()
+    other.kill()
+    other.wait(10)
+
+
 def judged(monkeypatch: pytest.MonkeyPatch, error: Exception, pids: list[int]) -> list[str]:
     """Verdicts of three cases, of which the second one fails so."""
 
@@ -145,6 +197,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, error: Exception, pids: list[int]) -
         (RuntimeError("the engine ended with code -11"), DIED),
         (BrokenPipeError(), DIED),
         (RuntimeError("an engine did not start, see /x/a.log: ValueError: chunks"), REFUSED),
+        (RuntimeError("an engine did not start, see /x/a.log: Exception: only on GPUs"), REFUSED),
         (RuntimeError("an engine did not start, see /x/a.log: KeyError: 'x'"), DIED),
     ],
 )
@@ -221,3 +274,86 @@ def test_this_projects_connector_gives_nothing_wrong_and_the_control_does() -> N
     assert cases.pop(CONTROL) == WRONG
     assert cases["shared-prefix"] == cases["long-prefix"] == LOADED
     assert cases["flipped-bits"] == RECOMPUTED
+
+
+FOLDER = {
+    "kv_connector": "FolderConnector",
+    "kv_connector_module_path": "folder_connectors",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"folder": "{dir}"},
+}
+FOUND_OUT = (
+    ("FolderConnector", "shared-prefix", LOADED),
+    ("FolderConnector", "control: loads zeros", WRONG),
+    ("FolderConnector", "parts-of-prompts", LOADED),
+    ("FolderConnector", "cache-salt", RECOMPUTED),
+    ("FolderConnector", "flipped-bits", RECOMPUTED),
+    ("NoSalt", "cache-salt", SHARED),
+    ("NoPrefix", "parts-of-prompts", WRONG),
+    ("PastWhatItHas", "parts-of-prompts", WRONG),
+    ("Late", "shared-prefix", WRONG),
+    ("OtherOrder", "shared-prefix", WRONG),
+    ("BeforeComputed", "shared-prefix", WRONG),
+    ("NeverThere", "shared-prefix", SILENT),
+    ("WholePrompt", "parts-of-prompts", DIED),
+)
+"""Connectors of tests/support/vllm_engines/folder_connectors.py, and the case that finds each."""
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_connector_that_somebody_wrote_is_right_or_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conformance_bench, "CALL_TIMEOUT_S", 40.0)
+    found = []
+    with conformance.bench_of(FOLDER) as bench:
+        for kind, case, _ in FOUND_OUT:
+            (bench.folder / "kind").write_text(kind)
+            found.append((kind, case, conformance._judged(bench, case).verdict))
+            bench.let_go()
+    assert tuple(found) == FOUND_OUT
+
+
+def test_a_connector_of_which_nothing_can_be_said_is_not_asked_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shared_prefix(bench: Bench) -> Verdict:
+        bench.without["a"] = "it has none"
+        return Verdict("shared-prefix", verdict)
+
+    cases = {"shared-prefix": shared_prefix, "a": shared_prefix}
+    monkeypatch.setattr(conformance, "CASES", cases)
+    for verdict, ran in ((RECOMPUTED, 1), (REFUSED, 1), (LOADED, 2), (WRONG, 2)):
+        found = [(one.verdict, one.detail) for one in conformance.run({}, list(cases))]
+        assert found == [(verdict, ""), (APPLIES_NOT, "it has none")][:ran]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["{"], "CONNECTOR_JSON: Expecting property name"),
+        (["[]"], 'must be {"kv_connector": NAME, ...}'),
+        (['{"kv_role": "kv_both"}'], 'must be {"kv_connector": NAME, ...}'),
+        (['{"kv_connector": "A"}', "--peer", "nixl"], "--peer names the connector"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_refused_with_the_reason(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        conformance.arguments(given)
+    assert said in capsys.readouterr().err
+
+
+def test_paths_of_environments_are_the_callers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "python").symlink_to(sys.executable)
+    given = conformance.arguments(["--python", "python", "--peers-venv", "peers"])
+    assert (given.python, given.peers_venv) == (tmp_path / "python", tmp_path / "peers")
+    assert conformance.arguments([]).python is None
+    assert conformance_bench.absolute("a::/b") == f"{tmp_path}/a:/b"

@@ -5,14 +5,35 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 
-from engines import Generated, cpu_dtype
+from engines import cpu_dtype
 
-from conformance.bench import BAD, NOT_RUN, TOKENS, Bench, Verdict, judge, tokens_of
-from conformance.faults import flip_bits, lose_store
+from conformance.bench import (
+    BAD,
+    HANDED_OVER,
+    IN_ONE_ENGINE,
+    LOADED,
+    NOT_RUN,
+    RECOMPUTED,
+    TOKENS,
+    WITHIN,
+    Bench,
+    Verdict,
+    forget,
+    judge,
+    tokens_of,
+    worst,
+)
+from conformance.faults import flip_bits, flip_copies, lose_store
 
 ABORTS_S = {0: 0.0, 1: 0.002, 2: 0.01}
-HANDS_OVER = "KV is handed over from request to request, by no key"
+CONTROL = "control: loads zeros"
+BEGINNING_TOKENS = TOKENS // 2 + 16
+"""Of prompts that go on otherwise. Blocks of every size that a store has here end at half of
+`TOKENS`: whatever it keeps, so much is found and the rest runs through the same kernel shapes."""
+OTHER_TOKENS = 64
+"""Of prompts that begin otherwise."""
 
 
 def _pair(
@@ -21,30 +42,72 @@ def _pair(
     """Have one engine compute, and ask another for the same."""
     wanted = bench.prompts(tokens)
     reference = tokens_of(bench.alone().generate(wanted))
-    first, second = bench.sharing("first"), bench.sharing("second")
-    if spoil is None:
-        found = bench.share(first, second, wanted)
-        return judge(case, reference, found, tokens * len(wanted), apart=False)
-    if bench.hands_over:
-        params = bench.hand_over(first, wanted)
-    else:
-        params = None
-        first.generate(wanted)
-        first.drain()
-    if why_not := spoil(bench):
+    first, second = bench.pair()
+    told = bench.keep(first, wanted)
+    if spoil is not None and (why_not := spoil(bench)):
         return Verdict(case, NOT_RUN, detail=why_not)
-    found = second.generate(wanted, kv_transfer_params=params)
+    found = second.generate(wanted, kv_transfer_params=told)
     return judge(case, reference, found, tokens * len(wanted), apart=False)
 
 
 def shared_prefix(bench: Bench) -> Verdict:
-    """What one engine computed another one loads."""
-    return _pair(bench, "shared-prefix", TOKENS + 2)
+    """What one engine computed another one loads. Where it does not: is KV handed over by what
+    requests say, or does an engine find its own again?"""
+    case = "shared-prefix"
+    verdict = _pair(bench, case, TOKENS + 2)
+    for way, without, said in (
+        ("hands_over", HANDED_OVER, ""),
+        ("within", WITHIN, f"{IN_ONE_ENGINE}: that one is asked again, its own cache forgotten"),
+    ):
+        if verdict.verdict != RECOMPUTED:
+            break
+        setattr(bench, way, True)
+        verdict = _pair(bench, case, TOKENS + 2)
+        if verdict.verdict == RECOMPUTED:
+            setattr(bench, way, False)
+        else:
+            bench.without |= without
+            verdict = replace(verdict, detail="; ".join(filter(None, (said, verdict.detail))))
+    return verdict
+
+
+def control(bench: Bench) -> Verdict:
+    """The same into an engine where all that is loaded turns into zeros: a judge that lets it pass
+    is no judge."""
+    wanted = bench.prompts()
+    reference = tokens_of(bench.alone().generate(wanted))
+    spoiled = bench.sharing("spoiled")
+    spoiled.call("spoil_loads")
+    found = bench.share(spoiled if bench.within else bench.sharing("first"), spoiled, wanted)
+    return judge(CONTROL, reference, found, sum(map(len, wanted)), apart=False)
 
 
 def long_prefix(bench: Bench) -> Verdict:
     """The same over four chunks of prefill."""
     return _pair(bench, "long-prefix", 3 * TOKENS + 2)
+
+
+def parts(bench: Bench) -> Verdict:
+    """Of a prompt that goes on otherwise the beginning is loaded and no more; then the rest of the
+    first prompt, whose beginning the engine has by now; behind another beginning nothing is; and a
+    prompt that is in the store to its last token is answered."""
+    case = "parts-of-prompts"
+    wanted, tails = bench.prompts(), bench.prompts(TOKENS + 2 - BEGINNING_TOKENS)
+    heads, whole = bench.prompts(OTHER_TOKENS), bench.prompts(TOKENS)
+    begun = [[*one[:BEGINNING_TOKENS], *tail] for one, tail in zip(wanted, tails, strict=True)]
+    ended = [[*head, *one[OTHER_TOKENS:]] for one, head in zip(wanted, heads, strict=True)]
+    asked = sum(map(len, wanted))
+    alone = bench.alone()
+    right = [tokens_of(alone.generate(prompts)) for prompts in (wanted, begun, ended)]
+    first, second = bench.pair()
+    bench.keep(first, [*wanted, *whole])
+    verdicts = [
+        judge(case, right[which], second.generate(prompts), asked, apart=apart)
+        for which, prompts, apart in ((1, begun, False), (0, wanted, False), (2, ended, True))
+    ]
+    # Its kernel shapes are others than of the first time: that it is answered is all.
+    second.generate(whole)
+    return worst(*verdicts)
 
 
 def shared_again(bench: Bench) -> Verdict:
@@ -54,39 +117,33 @@ def shared_again(bench: Bench) -> Verdict:
 
 def cache_salt(bench: Bench) -> Verdict:
     """Requests with different salts see nothing of each other."""
-    if bench.hands_over:
-        return Verdict("cache-salt", NOT_RUN, detail=HANDS_OVER)
     wanted = bench.prompts()
     reference = tokens_of(bench.alone().generate(wanted))
-    first, second = bench.sharing("first"), bench.sharing("second")
-    first.call("generate", prompts=wanted, max_tokens=16, abort_after_s={}, cache_salt="a")
-    first.drain()
-    found = second.call("generate", prompts=wanted, max_tokens=16, abort_after_s={}, cache_salt="b")
-    asked = sum(map(len, wanted))
-    return judge("cache-salt", reference, [Generated(**f) for f in found], asked, apart=True)
+    first, second = bench.pair()
+    bench.keep(first, wanted, cache_salt="a")
+    found = second.generate(wanted, cache_salt="b")
+    return judge("cache-salt", reference, found, sum(map(len, wanted)), apart=True)
 
 
 def aborts(bench: Bench) -> Verdict:
     """Requests that end while their KV is loading leave the engine right."""
     wanted = bench.prompts(count=4)
     reference = tokens_of(bench.alone().generate(wanted))
-    first, second = bench.sharing("first"), bench.sharing("second")
+    first, second = bench.pair()
+    told = bench.keep(first, wanted)
+    second.generate(wanted, abort_after_s=ABORTS_S, kv_transfer_params=told)
     if bench.hands_over:
-        params = bench.hand_over(first, wanted)
-        second.generate(wanted, abort_after_s=ABORTS_S, kv_transfer_params=params)
         found = bench.share(first, second, wanted)
     else:
-        first.generate(wanted)
-        first.drain()
-        second.generate(wanted, abort_after_s=ABORTS_S)
+        if bench.within:
+            second.drain()
+            forget(second)
         found = second.generate(wanted)
     return judge("aborts-while-loading", reference, found, sum(map(len, wanted)), apart=False)
 
 
 def preemption(bench: Bench) -> Verdict:
     """An engine whose memory does not hold its requests evicts some while they are saved."""
-    if bench.hands_over:
-        return Verdict("preemption", NOT_RUN, detail=HANDS_OVER)
     wanted = bench.prompts(TOKENS + 64, count=6)
     reference = tokens_of(bench.alone().generate(wanted, max_tokens=64))
     small = bench.sharing("small", kv_blocks=80, max_model_len=1024)
@@ -96,14 +153,15 @@ def preemption(bench: Bench) -> Verdict:
     verdict = judge("preemption", reference, found, asked, apart=False)
     if verdict.verdict in BAD:
         return verdict
-    second = bench.sharing("second").generate(wanted, max_tokens=64)
-    return judge("preemption", reference, second, asked, apart=False)
+    if bench.within:
+        forget(small)
+    second = small if bench.within else bench.sharing("second")
+    found = second.generate(wanted, max_tokens=64)
+    return judge("preemption", reference, found, asked, apart=False)
 
 
 def killed_while_saving(bench: Bench) -> Verdict:
     """An engine dies (SIGKILL) with saves under way; what it left is whole, or it is not there."""
-    if bench.hands_over:
-        return Verdict("killed-while-saving", NOT_RUN, detail=HANDS_OVER)
     wanted = bench.prompts(count=4)
     reference = tokens_of(bench.alone().generate(wanted))
     second = bench.sharing("second")
@@ -131,31 +189,45 @@ def other_block_size(bench: Bench) -> Verdict:
     return judge("other-block-size", reference, found, sum(map(len, wanted)), apart=False)
 
 
-def _flip(bench: Bench) -> str:
-    return flip_bits(bench.folder, bench.payload)
-
-
-def _lose(bench: Bench) -> str:
-    if bench.hands_over:
-        return "the store is the engine that computed"
-    return lose_store(bench.folder, bench.pids)
-
-
 def flipped_bits(bench: Bench) -> Verdict:
-    """Bits flip in the store's memory or files."""
-    return _pair(
-        bench,
-        "flipped-bits",
-        TOKENS + 2,
-        spoil=lambda bench: flip_bits(bench.folder, bench.payload),
-    )
+    """Bits flip in the store's files, or in what processes hold of it in their memory."""
+    in_memory = False
+
+    def spoil(bench: Bench) -> str:
+        nonlocal in_memory
+        in_memory = bool(flip_bits(bench.folder, bench.payload))
+        return "" if not in_memory or _flip_copies(bench) else NOWHERE
+
+    verdict = _pair(bench, "flipped-bits", TOKENS + 2, spoil=spoil)
+    if in_memory and verdict.verdict == LOADED:
+        # Which of the copies the store reads cannot be told from outside.
+        return replace(verdict, verdict=NOT_RUN, detail="what was changed was not what was loaded")
+    return verdict
+
+
+NOWHERE = "its bytes are in no file of {dir}, no memory node of it and no memory of its processes"
+
+
+def _flip_copies(bench: Bench) -> int:
+    """Flip bits of copies of the KV in the memory of engines and of the store's processes."""
+    kv = bench.sharing("first").call("kv")
+    own = {
+        engine.pid: [(at, size) for at, size in engine.call("kv")["places"]]
+        for engine in map(bench.sharing, bench.names_of_sharing())
+    }
+    needles = [bytes.fromhex(one) for one in kv["needles"]]
+    return sum(flip_copies(pid, needles, own.get(pid, [])) for pid in [*own, *bench.pids])
 
 
 def store_lost(bench: Bench) -> Verdict:
-    """The store's process is killed, or its files are removed."""
-    return _pair(
-        bench, "store-lost", TOKENS + 2, spoil=lambda bench: lose_store(bench.folder, bench.pids)
-    )
+    """The store's process is killed, or its files are removed. KV that is handed over is lost with
+    the engine that computed it."""
+
+    def spoil(bench: Bench) -> str:
+        engines = [bench.sharing("first").pid] if bench.hands_over else []
+        return lose_store(bench.folder, [*bench.pids, *engines])
+
+    return _pair(bench, "store-lost", TOKENS + 2, spoil=spoil)
 
 
 def new_weights(bench: Bench) -> Verdict:

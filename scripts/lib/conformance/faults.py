@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
+
+import numpy as np
 
 FLIP_EVERY_BYTES = 512
 FILE_BYTES_MIN = 4096
 """Smaller files of a store are not its payload."""
+END_TIMEOUT_S = 10.0
+MAPPING_BYTES_MIN = 1 << 20
+PART_BYTES = 16 << 20
+WORD_BYTES = 8
 
 
 def payload_files(folder: Path) -> list[Path]:
@@ -59,3 +68,70 @@ def lose_store(folder: Path, pids: Sequence[int] = ()) -> str:
     for path in files:
         path.unlink()
     return "" if words or files or pids else "it has no file in {dir} and no memory node"
+
+
+def end_all_of(setting: str) -> None:
+    """End what still has this in its environment: servers that a connector has started. They have
+    the time of `END_TIMEOUT_S` to see by themselves that their engines are gone, and as much again
+    after SIGTERM."""
+    for number in (0, signal.SIGTERM, signal.SIGKILL):
+        give_up_at = time.monotonic() + END_TIMEOUT_S
+        for pid in _with_setting(setting):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while _with_setting(setting):
+            if time.monotonic() > give_up_at:
+                break
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _with_setting(setting: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another's, or gone meanwhile
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def flip_copies(pid: int, needles: Sequence[bytes], places: Sequence[tuple[int, int]]) -> int:
+    """Flip a bit of every copy of these bytes in the memory of a process, but for `places`
+    (address, size). Return how many. The needles are of one length, and lie at multiples of
+    `WORD_BYTES`."""
+    if not needles:
+        return 0
+    known, length = set(needles), len(needles[0])
+    firsts = np.array([int.from_bytes(one[:WORD_BYTES], "little") for one in known], np.uint64)
+    flipped = 0
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        for at, data in _parts_of(memory, pid, length):
+            words = np.frombuffer(data, np.uint64, len(data) // WORD_BYTES)
+            for index in np.flatnonzero(np.isin(words, firsts)).tolist():
+                begin = index * WORD_BYTES
+                address = at + begin
+                if data[begin : begin + length] not in known:
+                    continue
+                if any(start <= address < start + size for start, size in places):
+                    continue
+                memory.seek(address + length - 1)
+                memory.write(bytes([data[begin + length - 1] ^ 0x40]))
+                flipped += 1
+    return flipped
+
+
+def _parts_of(memory: FileIO, pid: int, overlap: int) -> Iterator[tuple[int, bytes]]:
+    """Yield what a process may write of its larger mappings, in parts: address and bytes."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        span, mode, *_ = line.split()
+        start, end = (int(one, 16) for one in span.split("-"))
+        if not mode.startswith("rw") or end - start < MAPPING_BYTES_MIN:
+            continue
+        for at in range(start, end, PART_BYTES):
+            try:
+                memory.seek(at)
+                data = memory.read(min(PART_BYTES + overlap - WORD_BYTES, end - at))
+            except (OSError, OverflowError):  # a mapping that is gone, or a device's
+                break
+            yield at, data

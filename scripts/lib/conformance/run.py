@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 from engines import kv_transfer
 
 from conformance.bench import (
+    APPLIES_NOT,
     BAD,
     CALL_TIMEOUT_S,
     DIED,
@@ -35,26 +37,34 @@ from conformance.bench import (
     Verdict,
 )
 from conformance.cases import (
+    CONTROL,
     aborts,
     cache_salt,
+    control,
     flipped_bits,
     killed_while_saving,
     long_prefix,
     new_weights,
     other_block_size,
     other_dtype,
+    parts,
     preemption,
     shared_again,
     shared_prefix,
     store_lost,
 )
+from conformance.faults import end_all_of
 from conformance.kinds import KINDS
 from conformance.peers import PEERS, peer
 from conformance.results import publish
 
+FIRST = "shared-prefix"
+"""What is not loaded here is loaded nowhere, and how it is shared is found out."""
 CASES: dict[str, Callable[[Bench], Verdict]] = {
-    "shared-prefix": shared_prefix,
+    FIRST: shared_prefix,
+    CONTROL: control,
     "long-prefix": long_prefix,
+    "parts-of-prompts": parts,
     "cache-salt": cache_salt,
     "aborts-while-loading": aborts,
     "preemption": preemption,
@@ -67,16 +77,15 @@ CASES: dict[str, Callable[[Bench], Verdict]] = {
     "shared-again": shared_again,
     "store-lost": store_lost,  # last: it does not come back
 }
-CONTROL = "control: loads zeros"
 REFUSAL = re.compile(
-    r"did not start, .*(ValueError|NotImplementedError|UsageError|ValidationError):"
+    r"did not start, .*: (Exception|ValueError|NotImplementedError|UsageError|ValidationError):"
 )
 """An engine that does not start for what it was told has said so before anything was wrong."""
 
 
-def ours(name: str = "KVStoreConnector", module: str = "connector.adapters.vllm") -> dict[str, Any]:
-    """Yield this project's connector over a Redis and a node of its own, with checksums."""
-    transfer = kv_transfer(
+def ours() -> dict[str, Any]:
+    """Return this project's connector over a Redis and a node of its own, with checksums."""
+    return kv_transfer(
         "kv_both",
         run_dir="{dir}",
         key_prefix="kv:{id}",
@@ -85,20 +94,22 @@ def ours(name: str = "KVStoreConnector", module: str = "connector.adapters.vllm"
         block_tokens=128,
         load_timeout_s=30.0,
     )
-    return {**transfer, "kv_connector": name, "kv_connector_module_path": module}
 
 
 @contextlib.contextmanager
 def bench_of(connector: dict[str, Any], **more: Any) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="kvc") as path, contextlib.ExitStack() as closing:
-        yield Bench(connector, Path(path), closing, **more)
+        bench = Bench(connector, Path(path), closing, **more)
+        closing.callback(end_all_of, f"TMPDIR={bench.tmp}")  # after the engines
+        yield bench
 
 
 def run(
     connector: dict[str, Any], names: Sequence[str], lock: Path | None = None, **more: Any
 ) -> Iterator[Verdict]:
     """Yield a verdict for each case; a case that ends an engine, or that is not answered, has a
-    verdict too. `lock` is held while a case runs. `more` is of `Bench`."""
+    verdict too. Nothing follows a `FIRST` that has loaded nothing: no other case would say
+    anything. `lock` is held while a case runs. `more` is of `Bench`."""
     with bench_of(connector, **more) as bench:
         for name in names:
             with held(lock):
@@ -106,9 +117,13 @@ def run(
                 if name != "adapters":  # the next case has the same
                     bench.let_go()
             yield verdict
+            if name == FIRST and verdict.verdict not in (LOADED, WRONG):
+                return
 
 
 def _judged(bench: Bench, name: str) -> Verdict:
+    if why := bench.without.get(name):
+        return Verdict(name, APPLIES_NOT, detail=why)
     try:
         verdict = CASES[name](bench)
     except TimeoutError:
@@ -134,16 +149,10 @@ def held(lock: Path | None) -> Iterator[None]:
         yield
 
 
-def control(lock: Path | None = None) -> Verdict:
-    """Try a connector that loads zeros: a judge that lets it pass is no judge."""
-    (verdict,) = run(ours("GarbageConnector", "garbage_connector"), ["shared-prefix"], lock)
-    return Verdict(CONTROL, verdict.verdict, verdict.cached_tokens, verdict.asked_tokens)
-
-
 def failed(verdicts: Sequence[Verdict]) -> bool:
     """Tell whether something was wrong, or nothing was shared where all is alike: then no case says
     anything."""
-    must_be = {CONTROL: WRONG, "shared-prefix": LOADED, "shared-again": LOADED}
+    must_be = {CONTROL: WRONG, FIRST: LOADED, "shared-again": LOADED}
     return any(
         verdict.verdict != must_be[verdict.case]
         if verdict.case in must_be
@@ -157,42 +166,65 @@ def line(verdict: Verdict) -> str:
     return f"{verdict.case:24}{verdict.verdict:24}{share:>16}  {verdict.detail}".rstrip()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def transfer_config(text: str) -> dict[str, Any]:
+    """Read CONNECTOR_JSON. Raises `ArgumentTypeError` that says what is wrong with it."""
+    try:
+        given = json.loads(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"CONNECTOR_JSON: {e}") from e
+    if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
+        raise argparse.ArgumentTypeError('CONNECTOR_JSON: must be {"kv_connector": NAME, ...}')
+    return given
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/conformance")
-    parser.add_argument("connector", nargs="?", type=json.loads)
+    parser.add_argument("connector", nargs="?", type=transfer_config)
     parser.add_argument("--peer", choices=list(PEERS))
     parser.add_argument("--peers-venv", type=Path, default=ROOT / ".venv-peers")
+    parser.add_argument("--python", type=Path)
     parser.add_argument("--payload", action="append", type=Path, default=[])
     parser.add_argument("--pid", action="append", type=int, default=[])
     parser.add_argument("--store-mib", type=int, default=64)
     parser.add_argument("--older", default="")
     parser.add_argument("--only", action="append", choices=list(CASES), default=[])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--logs", type=Path)
     parser.add_argument("--lock", type=Path)
     parser.add_argument("--publish", action="store_true")
-    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    # Engines run in another folder. Not resolved: the python of an environment is a link.
+    args.peers_venv = args.peers_venv.absolute()
+    args.python = args.python and args.python.absolute()
+    if args.peer and args.connector:
+        parser.error("--peer names the connector: no CONNECTOR_JSON beside it")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = arguments(argv)
     verdicts: list[Verdict] = []
-
-    def tell(verdict: Verdict) -> None:
-        verdicts.append(verdict)
-        print(line(verdict), file=sys.stderr if args.json else sys.stdout, flush=True)
-
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then too
     with contextlib.ExitStack() as closing:
         if args.peer:
             connector, more = closing.enter_context(peer(args.peer, args.peers_venv))
         else:
             connector = args.connector or ours()
             more = {"payload": args.payload, "pids": args.pid, "store_mib": args.store_mib}
+            more["python"] = args.python
+        if args.older:
             more["older"] = args.older
-        for verdict in run(connector, args.only or list(CASES), args.lock, **more):
-            tell(verdict)
+        names = dict.fromkeys([FIRST, CONTROL, *(args.only or CASES)])
+        for verdict in run(connector, list(names), args.lock, logs=args.logs, **more):
+            verdicts.append(verdict)
+            print(line(verdict), file=sys.stderr if args.json else sys.stdout, flush=True)
             if args.publish:
-                publish(connector["kv_connector"], more.get("version", ""), list(argv), verdict)
-    if args.connector is None and args.peer is None:
-        tell(control(args.lock))
-        if args.publish:
-            publish(connector["kv_connector"], "", list(argv), verdicts[-1])
+                publish(
+                    connector["kv_connector"], more.get("version", ""), argv, verdict, list(CASES)
+                )
+    if len(verdicts) < len(names):
+        print(f"{FIRST} was not loaded: no other case would say anything", file=sys.stderr)
     if args.json:
         print(json.dumps({"ok": not failed(verdicts), "cases": [asdict(v) for v in verdicts]}))
     return int(failed(verdicts))
