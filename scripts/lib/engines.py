@@ -380,6 +380,7 @@ def serve(make_driver: Callable[[str, EngineSettings], Any]) -> None:
             answer(getattr(driver, op)(**call))
         except Exception as e:
             answer(None, f"{type(e).__name__}: {e}")
+    os._exit(0)  # the caller is gone; some engines never come to the end of an ordinary exit
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +179,42 @@ def test_what_a_connector_has_started_ends_with_the_run(monkeypatch: pytest.Monk
     other.wait(10)
 
 
+BUSY_ENGINE = """
+import threading, time, engines
+
+class Busy:
+    def __init__(self):
+        threading.Thread(target=time.sleep, args=(600,)).start()
+
+engines.serve(lambda model, settings: Busy())
+"""
+
+
+def test_an_engine_ends_with_the_script_that_started_it(tmp_path: Path) -> None:
+    program = tmp_path / "busy.py"
+    program.write_text(BUSY_ENGINE)
+    script = f"""
+import sys
+from pathlib import Path
+import engines
+settings = engines.EngineSettings(env={{"PYTHONPATH": {str(PROJECT / "scripts" / "lib")!r}}})
+print(engines.EngineProcess(Path("m"), settings, program=Path({str(program)!r})).pid, flush=True)
+sys.stdin.read()
+"""
+    env = {**os.environ, "PYTHONPATH": str(PROJECT / "scripts" / "lib")}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], env=env, **pipes) as process:
+        assert process.stdout is not None
+        engine = os.pidfd_open(int(process.stdout.readline()))
+        process.kill()
+    try:
+        assert select.select([engine], [], [], 20)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(engine, signal.SIGKILL)
+        os.close(engine)
+
+
 def judged(monkeypatch: pytest.MonkeyPatch, error: Exception, pids: list[int]) -> list[str]:
     """Verdicts of three cases, of which the second one fails so."""
 
@@ -288,13 +327,19 @@ FOUND_OUT = (
     ("FolderConnector", "control: loads zeros", WRONG),
     ("FolderConnector", "parts-of-prompts", LOADED),
     ("FolderConnector", "cache-salt", RECOMPUTED),
-    ("FolderConnector", "flipped-bits", RECOMPUTED),
+    ("FolderConnector", "flipped-bits", LOADED),  # vLLM counts what a load was to bring
     ("NoSalt", "cache-salt", SHARED),
     ("NoPrefix", "parts-of-prompts", WRONG),
     ("PastWhatItHas", "parts-of-prompts", WRONG),
     ("Late", "shared-prefix", WRONG),
     ("OtherOrder", "shared-prefix", WRONG),
     ("BeforeComputed", "shared-prefix", WRONG),
+    ("InOneEngine", "shared-prefix", LOADED),  # from here on one engine is all that is asked
+    ("InOneEngine", "parts-of-prompts", LOADED),
+    ("InOneEngine", "cache-salt", RECOMPUTED),
+    ("InOneEngine", "aborts-while-loading", LOADED),
+    ("InOneEngine", "store-lost", APPLIES_NOT),
+    ("NoSalt", "cache-salt", SHARED),
     ("NeverThere", "shared-prefix", SILENT),
     ("WholePrompt", "parts-of-prompts", DIED),
 )
