@@ -16,6 +16,7 @@ from conformance.bench import (
     LOADED,
     NOT_RUN,
     RECOMPUTED,
+    SHARED,
     TOKENS,
     WITHIN,
     Bench,
@@ -89,22 +90,32 @@ def long_prefix(bench: Bench) -> Verdict:
 
 def parts(bench: Bench) -> Verdict:
     """Of a prompt that goes on otherwise the beginning is loaded and no more; then the rest of the
-    first prompt, whose beginning the engine has by now; behind another beginning nothing is; and a
-    prompt that is in the store to its last token is answered."""
+    first prompt, whose beginning the engine has by now; behind another beginning nothing of it is;
+    and a prompt that is in the store to its last token is answered."""
     case = "parts-of-prompts"
     wanted, tails = bench.prompts(), bench.prompts(TOKENS + 2 - BEGINNING_TOKENS)
-    heads, whole = bench.prompts(OTHER_TOKENS), bench.prompts(TOKENS)
+    whole = bench.prompts(TOKENS)
     begun = [[*one[:BEGINNING_TOKENS], *tail] for one, tail in zip(wanted, tails, strict=True)]
-    ended = [[*head, *one[OTHER_TOKENS:]] for one, head in zip(wanted, heads, strict=True)]
+    # Their first blocks are in the store, and so are the others: behind another beginning.
+    ended = [
+        [*other[:OTHER_TOKENS], *one[OTHER_TOKENS:]]
+        for one, other in zip(wanted, whole, strict=True)
+    ]
     asked = sum(map(len, wanted))
     alone = bench.alone()
     right = [tokens_of(alone.generate(prompts)) for prompts in (wanted, begun, ended)]
     first, second = bench.pair()
     bench.keep(first, [*wanted, *whole])
-    verdicts = [
-        judge(case, right[which], second.generate(prompts), asked, apart=apart)
-        for which, prompts, apart in ((1, begun, False), (0, wanted, False), (2, ended, True))
-    ]
+    verdicts = []
+    for which, prompts, alike in (
+        (1, begun, BEGINNING_TOKENS),
+        (0, wanted, TOKENS),
+        (2, ended, OTHER_TOKENS),
+    ):
+        verdict = judge(case, right[which], second.generate(prompts), asked, apart=False)
+        if verdict.cached_tokens > alike * len(prompts):
+            verdict = replace(verdict, verdict=SHARED, detail=f"{alike} of each are alike")
+        verdicts.append(verdict)
     # Its kernel shapes are others than of the first time: that it is answered is all.
     second.generate(whole)
     return worst(*verdicts)

@@ -1,5 +1,5 @@
-"""Connectors of somebody else, written against vLLM's base class: two that are right, and
-others that are wrong in one way each.
+"""Connectors of somebody else, written against vLLM's base class: one that is right, and
+another that is wrong.
 
 Engines take long to start: a file `KIND` in the connector's folder names the class that it is from
 the next request on.
@@ -8,7 +8,6 @@ the next request on.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,13 +151,6 @@ class FolderConnector(KVConnectorBase_V1):
         return failed
 
 
-class InOneEngine(FolderConnector):
-    """Is right, and finds nothing that another process has kept."""
-
-    def names(self, request: Any) -> list[str]:
-        return [f"{one}-{os.getpid()}" for one in super().names(request)]
-
-
 class NoSalt(FolderConnector):
     """Names blocks by their tokens and those before, and by nothing else of the request."""
 
@@ -166,70 +158,3 @@ class NoSalt(FolderConnector):
         told = list(request.all_token_ids)
         ends = range(self.tokens, len(told) + 1, self.tokens)
         return [hashlib.sha256(repr(told[:end]).encode()).hexdigest() for end in ends]
-
-
-class NoPrefix(FolderConnector):
-    """Names blocks by their own tokens, whatever came before."""
-
-    def names(self, request: Any) -> list[str]:
-        told = list(request.all_token_ids)
-        starts = range(0, len(told) - self.tokens + 1, self.tokens)
-        parts = [told[start : start + self.tokens] for start in starts]
-        return [hashlib.sha256(repr(part).encode()).hexdigest() for part in parts]
-
-
-class PastWhatItHas(FolderConnector):
-    """Promises all of a prompt of which it has a part, and says of no load that it failed."""
-
-    def matched_blocks(self, request: Any) -> int:
-        found = super().matched_blocks(request)
-        return (request.num_tokens - 1) // self.tokens if found else 0
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
-
-
-class WholePrompt(FolderConnector):
-    """Promises the last token of a prompt too, which an engine must compute."""
-
-    def matched_blocks(self, request: Any) -> int:
-        names = self.names(request)
-        return len(names) if all((self.folder / one).exists() for one in names) else 0
-
-
-class Late(FolderConnector):
-    """Says that it loads before the forward, and loads after it."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        self.load(self._get_connector_metadata().loads)
-        super().wait_for_save()
-
-
-class OtherOrder(FolderConnector):
-    """Loads blocks into each other's places."""
-
-    def load(self, loads: Iterable[tuple[str, int]]) -> None:
-        names, blocks = zip(*loads, strict=True) if loads else ((), ())
-        super().load(list(zip(names, reversed(blocks), strict=True)))
-
-
-class BeforeComputed(FolderConnector):
-    """Saves what the forward has not computed yet."""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
-        self.write(self._get_connector_metadata().saves)
-
-    def wait_for_save(self) -> None:
-        pass
-
-
-class NeverThere(FolderConnector):
-    """Says that loads are under way, and never that they have ended."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
