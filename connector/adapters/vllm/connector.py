@@ -176,7 +176,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         else:
             # Where somebody else starts the processes, ranks count over all engines.
             rank = vllm_config.parallel_config.rank % shape.workers
-            self._worker = worker_side(config, shape, rank)
+            try:
+                self._worker = worker_side(config, shape, rank)
+            except UsageError as e:  # of layers of which the scheduler's side is not told
+                self._stand_aside(e)
             if rank == 0:
                 # A child of MultiConnector is given a policy of its own, which has no effect.
                 _warn(get_current_vllm_config_or_none() or vllm_config)

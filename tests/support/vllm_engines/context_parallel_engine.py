@@ -26,7 +26,6 @@ from kvstore.testing.blockstore import MemoryBlockStore
 
 LAYERS = 2
 LAYER_NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
-CHANNEL_BYTES = 16
 UNTOUCHED = 0xA5
 
 
@@ -42,6 +41,8 @@ class Sizes:
     heads: int | None = None
     """KV heads of the model; None: it has latents (MLA)."""
     runner: str = "V2"
+    indexer_bytes: int = 0
+    """Of a token, in every other layer, of another shape then (the indexers of DeepSeek-V3.2)."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class Rank:
         self.connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache
         )
-        self.connector.register_kv_caches({name: caches[name] for name in LAYER_NAMES})
+        self.caches = {name: caches[name] for name in LAYER_NAMES}
+        self.connector.register_kv_caches(self.caches)
 
     def wipe(self) -> None:
         for layer in self.kv:
@@ -204,9 +206,9 @@ class Rank:
         return zip((manager._padded_gather_idx + start).tolist(), gathered[0].tolist(), strict=True)
 
 
-def truth(digest: bytes, layer: int, head: int) -> Any:
-    """Return the KV of a token: `CHANNEL_BYTES` bytes."""
-    raw = blake2b(digest, digest_size=CHANNEL_BYTES, salt=bytes([layer, head])).digest()
+def truth(digest: bytes, layer: int, head: int, size: int) -> Any:
+    """Return the KV of a token: `size` bytes."""
+    raw = blake2b(digest, digest_size=size, salt=bytes([layer, head])).digest()
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
@@ -216,34 +218,39 @@ class ContextParallelEngine:
     def __init__(
         self,
         config: Any,
-        spec: Any,
+        specs: dict[str, Any],
         sizes: Sizes,
         store: MemoryBlockStore,
         monkeypatch: Any,
         blocks: int,
     ) -> None:
-        """`config` has the sizes in it; `spec` is that of every layer; `blocks` are each rank's."""
+        """`config` has the sizes in it; `specs` are the layers'; `blocks` are each rank's."""
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import (
+            generate_scheduler_kv_cache_config,
             get_request_block_hasher,
             init_none_hash,
             resolve_kv_cache_block_sizes,
         )
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
         from vllm.v1.structured_output import StructuredOutputManager
         from vllm_planning import get_kv_cache_config_from_groups
 
         monkeypatch.setattr(build, "open_store", lambda *_, **__: store)
         self.store, self.sizes = store, sizes
-        group = KVCacheGroupSpec(list(LAYER_NAMES), spec)
-        room = blocks * LAYERS * spec.page_size_bytes
+        uniform = UniformTypeKVCacheSpecs.from_specs(specs)
+        assert uniform is not None, "vLLM puts them into one group"
+        alike = len(set(specs.values())) == 1
+        group = KVCacheGroupSpec(list(specs), specs[LAYER_NAMES[0]] if alike else uniform)
+        room = blocks * uniform.page_size_bytes
         self.kv_cache = get_kv_cache_config_from_groups(config, [group], room)
-        block, hashed = resolve_kv_cache_block_sizes(self.kv_cache, config)
+        told = generate_scheduler_kv_cache_config([copy.deepcopy(self.kv_cache)])
+        block, hashed = resolve_kv_cache_block_sizes(told, config)
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=self.kv_cache,
+            kv_cache_config=told,
             structured_output_manager=StructuredOutputManager(config),
             block_size=block,
             hash_block_size=hashed,
@@ -289,11 +296,14 @@ class ContextParallelEngine:
         for rank in self.ranks:
             rank.connector.handle_preemptions(metadata)
             rank.connector.bind_connector_metadata(copy.deepcopy(metadata))
+            if output.has_sync_kv_loads:
+                rank.connector.start_load_kv(None)
         sampled = self._forward(output.num_scheduled_tokens)
         names, answers = list(sampled), []
         for rank in self.ranks:
             connector = rank.connector
-            connector.start_load_kv(None)
+            if not output.has_sync_kv_loads:
+                connector.start_load_kv(None)
             connector.wait_for_save()
             results = connector.get_transfer_results(output.finished_req_ids)
             answers.append(
@@ -317,39 +327,49 @@ class ContextParallelEngine:
                 self.outputs[one.request_id] += one.new_token_ids
 
     def _forward(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
-        sampled = {}
-        for name, count in scheduled.items():
-            request = self.scheduler.requests[name]
-            end = request.num_computed_tokens  # the scheduler has advanced it already
-            start = end - count
-            self.loaded_tokens.setdefault(name, start)
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            tokens = list(request.all_token_ids)
-            self.check(tokens, table, start)
-            known = digests(tokens)
+        """Layer by layer: what is there is compared, and what is new is written."""
+        for layer, layer_name in enumerate(LAYER_NAMES):
             for rank in self.ranks:
-                prefill = start < request.num_prompt_tokens
-                for token, slot in rank.writes(table, start, end, prefill=prefill):
-                    if slot >= 0:
-                        self._cells(rank, slot, known[token], write=True)
-            sampled[name] = []
-            if end == request.num_tokens:
-                self.check(tokens, table, end)
-                raw = blake2b(known[-1], digest_size=4).digest()
-                sampled[name] = [int.from_bytes(raw, "little") % VOCABULARY]
-        return sampled
+                rank.connector.wait_for_layer_load(layer_name)
+            for name, count in scheduled.items():
+                self._compute(name, count, layer)
+            for rank in self.ranks:
+                rank.connector.save_kv_layer(layer_name, rank.caches[layer_name], None)
+        return {name: self._sampled(name) for name in scheduled}
 
-    def _cells(self, rank: Rank, slot: int, digest: bytes, *, write: bool) -> bool:
+    def _compute(self, name: str, count: int, layer: int) -> None:
+        request = self.scheduler.requests[name]
+        end = request.num_computed_tokens  # the scheduler has advanced it already
+        start = end - count
+        self.loaded_tokens.setdefault(name, start)
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        tokens = list(request.all_token_ids)
+        self.check(tokens, table, start, layer)
+        known = digests(tokens)
+        for rank in self.ranks:
+            prefill = start < request.num_prompt_tokens
+            for token, slot in rank.writes(table, start, end, prefill=prefill):
+                if slot >= 0:
+                    self._cell(rank, slot, known[token], layer, write=True)
+        if end == request.num_tokens:
+            self.check(tokens, table, end, layer)
+
+    def _sampled(self, name: str) -> list[int]:
+        request = self.scheduler.requests[name]
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        raw = blake2b(digests(list(request.all_token_ids))[-1], digest_size=4).digest()
+        return [int.from_bytes(raw, "little") % VOCABULARY]
+
+    def _cell(self, rank: Rank, slot: int, digest: bytes, layer: int, *, write: bool) -> bool:
         block, place = divmod(int(slot), self.sizes.block)
-        right = True
-        for number, layer in enumerate(rank.kv):
-            cell, wanted = layer[block, 0, place], truth(digest, number, rank.head)
-            if write:
-                cell.copy_(wanted)
-            right = right and torch.equal(cell, wanted)
-        return right
+        cell = rank.kv[layer][block, 0, place]
+        wanted = truth(digest, layer, rank.head, cell.numel())
+        if write:
+            cell.copy_(wanted)
+        return torch.equal(cell, wanted)
 
-    def check(self, tokens: list[int], table: list[int], end: int) -> None:
+    def check(self, tokens: list[int], table: list[int], end: int, layer: int) -> None:
         """Fail unless each rank has, where vLLM looks for them, the right bytes of each of the
         first `end` tokens that are its own, and all ranks together have every token."""
         if not end:
@@ -359,8 +379,8 @@ class ContextParallelEngine:
             slots = rank.slots(table, 0, end)
             found += slots >= 0
             for token in np.flatnonzero(slots >= 0):
-                right = self._cells(rank, slots[token], known[token], write=False)
-                assert right, f"token {token} of {end} on rank {rank.place}"
+                right = self._cell(rank, slots[token], known[token], layer, write=False)
+                assert right, f"layer {layer}, token {token} of {end} on rank {rank.place}"
         assert (found == len(self.ranks) // self.sizes.dcp).all(), "each part is as often there"
 
     def run(self, steps_max: int = 2000) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_parallel_engine import ContextParallelEngine, Sizes, places
+from context_parallel_engine import LAYER_NAMES, ContextParallelEngine, Sizes, places
 from vllm_model_config import vllm_config
 from vllm_model_engine import prompt
 
@@ -79,6 +79,15 @@ def spec_of(sizes: Sizes, **more: Any) -> Any:
     return FullAttentionSpec(head_size=4, **shape)
 
 
+def specs_of(sizes: Sizes) -> dict[str, Any]:
+    """By layer: every other one is an indexer where the model has them."""
+    own = spec_of(sizes)
+    indexer = own
+    if sizes.indexer_bytes:
+        indexer = dataclasses.replace(own, head_size=sizes.indexer_bytes, dtype=torch.uint8)
+    return {name: (own, indexer)[i % 2] for i, name in enumerate(LAYER_NAMES)}
+
+
 def shape_of(config: Any, spec: Any, **more: Any) -> EngineShape:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -96,9 +105,11 @@ Make = Callable[..., ContextParallelEngine]
 def make(base: Any, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[ContextParallelEngine] = []
 
-    def one(sizes: Sizes, blocks: int = 96) -> ContextParallelEngine:
-        config, spec = with_sizes(base, sizes), spec_of(sizes)
-        made.append(ContextParallelEngine(config, spec, sizes, store, monkeypatch, blocks))
+    def one(sizes: Sizes, blocks: int = 96, **extra: Any) -> ContextParallelEngine:
+        config, specs = with_sizes(base, sizes), specs_of(sizes)
+        config.kv_transfer_config = copy.deepcopy(base.kv_transfer_config)
+        config.kv_transfer_config.kv_connector_extra_config.update(extra)
+        made.append(ContextParallelEngine(config, specs, sizes, store, monkeypatch, blocks))
         return made[-1]
 
     yield one
@@ -114,6 +125,11 @@ SIZES = {
     "latents, TP 2, DCP 2": Sizes(2, 2),
     "latents, TP 4, DCP 2, replicas, runs of a block": Sizes(4, 2, interleave=4),
     "latents, TP 4, DCP 4, runner V1": Sizes(4, 4, runner="V1"),
+    "latents and indexers, TP 2, DCP 2": Sizes(2, 2, indexer_bytes=6),
+    "latents and indexers, TP 4, DCP 2, runs of a block": Sizes(
+        4, 2, interleave=4, indexer_bytes=6
+    ),
+    "latents and indexers, TP 2, PCP 2, DCP 2": Sizes(2, 2, 2, indexer_bytes=6),
     "latents, PCP 2": Sizes(1, pcp=2),
     "latents, TP 2, PCP 2": Sizes(2, pcp=2),
     "latents, TP 2, PCP 2, DCP 2": Sizes(2, 2, 2, interleave=2),
@@ -121,24 +137,47 @@ SIZES = {
 }
 
 
+TRANSFERS = [
+    (name, layerwise)
+    for name, sizes in SIZES.items()
+    for layerwise in (False, True)
+    if not (layerwise and sizes.indexer_bytes)  # there is none: see below
+]
+
+
 @pytest.mark.covers("decode context parallel", "memory")
 @pytest.mark.covers("prefill context parallel", "memory")
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("name", "layerwise"), TRANSFERS)
 def test_every_token_is_loaded_to_where_vllm_looks_for_it_on_every_rank(
-    make: Make, store: MemoryBlockStore, name: str
+    make: Make, store: MemoryBlockStore, name: str, layerwise: bool
 ) -> None:
     sizes, tokens = SIZES[name], prompt(TOKENS)
-    writer = make(sizes)
+    writer = make(sizes, layerwise=layerwise)
     writer.add("a", tokens)
     writer.run()
     parts = (sizes.heads or 1) * sizes.dcp
     assert len(store.sealed()) == parts * (TOKENS // BLOCK), "each part of each block once"
-    reader = make(sizes)
+    reader = make(sizes, layerwise=layerwise)
     reader.add("a", tokens)
     reader.run()
     assert (writer.loaded_tokens, reader.loaded_tokens) == ({"a": 0}, {"a": 4 * BLOCK})
     assert reader.outputs == writer.outputs
     assert len(store.sealed()) == parts * (TOKENS // BLOCK), "nothing is saved again"
+
+
+def test_trap_layer_by_layer_beside_indexers_every_worker_stands_aside(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    """vLLM's scheduler is not told of them, so it cannot refuse: the engine runs, and computes."""
+    from connector.adapters.vllm.bystander import Bystander
+
+    for name in ("a", "b"):
+        engine = make(Sizes(2, 2, indexer_bytes=6), layerwise=True)
+        assert all(isinstance(rank.connector._worker, Bystander) for rank in engine.ranks)
+        engine.add(name, prompt(TOKENS))
+        engine.run()
+        assert (len(engine.outputs[name]), engine.loaded_tokens) == (3, {name: 0})
+    assert not store.sealed()
 
 
 SHARE = {
