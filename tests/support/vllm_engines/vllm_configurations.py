@@ -2,7 +2,8 @@
 
 Kinds of layers, dtypes, layouts, hashes and speculative methods are enumerated from vLLM's classes
 and types, so one that a new release adds is drawn too. Groups are those that vLLM's own planner
-makes of the layers, memory is allocated by vLLM. What vLLM itself refuses is `UnusableError`.
+makes of the layers, memory is allocated by vLLM. What vLLM itself does not start with, and with no
+connector, is `UnusableError`, and nothing else is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 import random
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -21,7 +22,14 @@ PLATFORMS = ("cpu", "cuda")
 
 
 class UnusableError(Exception):
-    """vLLM itself does not start with it."""
+    """vLLM itself does not start with it, and with no connector."""
+
+
+class KVCaches(NamedTuple):
+    """What vLLM tells the scheduler, and each pipeline stage's workers, of the KV cache."""
+
+    scheduler: Any
+    stages: list[Any]
 
 
 def layer_kinds() -> list[type]:
@@ -78,9 +86,18 @@ def drawn(rng: random.Random, **fixed: Any) -> dict[str, Any]:
     return {name: rng.choice(values) for name, values in axes().items()} | fixed
 
 
-def config_of(base: Any, draw: dict[str, Any]) -> Any:
-    """vLLM's configuration, made out of one that it has checked."""
-    from vllm.config import KVTransferConfig, SpeculativeConfig
+def check_usable(base: Any, draw: dict[str, Any]) -> None:
+    """Raise `UnusableError` where vLLM does not start with it, and with no connector."""
+    try:
+        for own in kv_caches_of(config_of(base, draw, connector=False), draw).stages:
+            memory_of(own, draw["layout"])
+    except Exception as e:  # whatever it is: no connector has had a part in it
+        raise UnusableError(f"{type(e).__name__}: {e}") from e
+
+
+def config_of(base: Any, draw: dict[str, Any], *, connector: bool = True) -> Any:
+    """vLLM's configuration, made out of one that it has checked. Raises what vLLM raises."""
+    from vllm.config import SpeculativeConfig
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
     config = copy.copy(base)
@@ -113,7 +130,19 @@ def config_of(base: Any, draw: dict[str, Any]) -> Any:
         )
         guesses.method, guesses.draft_model_config = draw["method"], model
         config.speculative_config = guesses
-    config.kv_transfer_config = KVTransferConfig(
+    config.kv_transfer_config = None
+    if connector:
+        config.kv_transfer_config = transfer_of(draw)
+    parallel._validate_parallel_config()
+    model.verify_with_parallel_config(parallel)
+    config.validate_block_size()
+    return config
+
+
+def transfer_of(draw: dict[str, Any]) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
         kv_connector="KVStoreConnector",
         kv_connector_module_path="connector.adapters.vllm",
         kv_role=draw["role"],
@@ -124,30 +153,19 @@ def config_of(base: Any, draw: dict[str, Any]) -> Any:
             "weights_id": "w",
         },
     )
-    try:
-        parallel._validate_parallel_config()
-        model.verify_with_parallel_config(parallel)
-        config.validate_block_size()
-    except (AssertionError, ValueError, NotImplementedError) as e:
-        raise UnusableError(str(e)) from e
-    return config
 
 
-def spec_of(kind: type, draw: dict[str, Any], rng: random.Random) -> Any:
+def spec_of(kind: type, draw: dict[str, Any], model: Any) -> Any:
     """A layer's spec with values for every field that has no default."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
     heads = max(1, draw["kv_heads"] // draw["tp_size"])
-    try:
-        dtype = kv_cache_dtype_str_to_dtype(draw["cache_dtype"], draw["model_config"])
-    except (KeyError, ValueError) as e:
-        raise UnusableError(str(e)) from e
     known = {
         "block_size": draw["block_size"],
         "num_kv_heads": 1 if "MLA" in kind.__name__ else heads,
         "head_size": draw["head_size"],
-        "dtype": dtype,
+        "dtype": kv_cache_dtype_str_to_dtype(draw["cache_dtype"], model),
         "kv_quant_mode": get_kv_quant_mode(draw["cache_dtype"]),
         "sliding_window": 64,
         "attention_chunk_size": 128,
@@ -170,20 +188,16 @@ def spec_of(kind: type, draw: dict[str, Any], rng: random.Random) -> Any:
             needed[field.name] = known[field.name]
         elif required:
             raise AssertionError(f"{kind.__name__}.{field.name}: no value for it is known here")
-    try:
-        return kind(**needed)
-    except (AssertionError, ValueError, NotImplementedError) as e:
-        raise UnusableError(str(e)) from e
+    return kind(**needed)
 
 
-def kv_caches_of(config: Any, draw: dict[str, Any], rng: random.Random) -> tuple[Any, list[Any]]:
-    """What vLLM tells the scheduler, and each pipeline stage's workers, of the KV cache."""
+def kv_caches_of(config: Any, draw: dict[str, Any]) -> KVCaches:
+    """Have vLLM plan for these layers."""
     from vllm.v1.core import kv_cache_utils
     from vllm_planning import get_kv_cache_configs
 
-    draw["model_config"] = config.model_config
-    first = spec_of(draw["kind"], draw, rng)
-    other = spec_of(draw["other_kind"], draw, rng) if draw["other_kind"] else first
+    first = spec_of(draw["kind"], draw, config.model_config)
+    other = spec_of(draw["other_kind"], draw, config.model_config) if draw["other_kind"] else first
     stages = draw["pp_size"]
     count = ATTENTION_LAYERS // stages
     per_stage = [
@@ -193,13 +207,10 @@ def kv_caches_of(config: Any, draw: dict[str, Any], rng: random.Random) -> tuple
         }
         for stage in range(stages)
     ]
-    try:
-        found = get_kv_cache_configs(config, per_stage, [MEMORY_BYTES] * stages)
-        scheduler = kv_cache_utils.generate_scheduler_kv_cache_config(found)
-        kv_cache_utils.resolve_kv_cache_block_sizes(scheduler, config)
-    except Exception as e:  # whatever it is: the engine ends before there is a connector
-        raise UnusableError(f"{type(e).__name__}: {e}") from e
-    return scheduler, found
+    found = get_kv_cache_configs(config, per_stage, [MEMORY_BYTES] * stages)
+    scheduler = kv_cache_utils.generate_scheduler_kv_cache_config(found)
+    kv_cache_utils.resolve_kv_cache_block_sizes(scheduler, config)
+    return KVCaches(scheduler, found)
 
 
 def memory_of(kv_cache: Any, layout: str) -> dict[str, Any]:
@@ -207,7 +218,4 @@ def memory_of(kv_cache: Any, layout: str) -> dict[str, Any]:
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    try:
-        return dict(allocate_kv_cache(kv_cache, torch.device("cpu"), KVCacheLayout[layout], None))
-    except Exception as e:
-        raise UnusableError(f"{type(e).__name__}: {e}") from e
+    return dict(allocate_kv_cache(kv_cache, torch.device("cpu"), KVCacheLayout[layout], None))
