@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from connector.messages import BlockEvent
 
-PLACE = {"medium": MEDIUM_CPU, "locality": "LOCAL", "ownership": "kvstore"}
-"""Where the blocks are: saves go to a memory node of the engine's own host."""
+PLACE = {"medium": MEDIUM_CPU, "locality": "LOCAL"}
+"""Where the blocks are: saves go to a memory node of the engine's own host. No `ownership`:
+Dynamo's routers pass over every event that has one (docs/dynamo.md)."""
 
 
 class VllmEvents:

@@ -193,7 +193,7 @@ class TestEvents:
             assert event.block_size == ENGINE_BLOCK
             assert len(event.block_hashes) == len(event.extra_keys) == BLOCK // ENGINE_BLOCK
             assert (event.group_idx, event.kv_cache_spec_kind) == (0, device[0].kv_cache_spec_kind)
-            assert (event.locality, event.ownership) == ("LOCAL", "kvstore")
+            assert (event.locality, event.ownership) == ("LOCAL", None)
 
     def test_what_else_shapes_the_kv_is_in_the_event_as_in_vllms_own(
         self, make: MakeEngine

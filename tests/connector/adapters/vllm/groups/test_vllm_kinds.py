@@ -166,7 +166,7 @@ class TestLeftOut:
         engine = make(window=WINDOW, ring=True, events=True)
         engine.add("a", prompt(2 * BLOCK + 5))
         engine.run()
-        ours = [one for one in engine.events if getattr(one, "ownership", None) == "kvstore"]
+        ours = [one for one in engine.events if getattr(one, "medium", None) == "CPU"]
         assert {one.group_idx for one in ours} == {0, 2}
 
     @pytest.mark.parametrize("seed", range(2))

@@ -198,7 +198,7 @@ def test_a_server_beside_another_connector_saves_to_both_and_says_what_is_stored
     device = {h for e in servers.events.events if e.medium == "GPU" for h in e.block_hashes}
     assert [t for e in said for t in e.token_ids] == prompt[:T]
     assert {h for e in said for h in e.block_hashes} <= device
-    assert all((e.block_size, e.ownership) == (ENGINE_BLOCK, "kvstore") for e in said)
+    assert all((e.block_size, e.locality) == (ENGINE_BLOCK, "LOCAL") for e in said)
     assert servers.alone.complete(prompt) == answer
 
 
