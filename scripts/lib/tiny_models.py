@@ -88,6 +88,43 @@ def build_sliding(path: Path) -> Path:
     return path
 
 
+def build_deepseek(
+    path: Path, layers: int = 2, heads: int = 4, rope_scaling: dict[str, Any] | None = None
+) -> Path:
+    """Write a DeepSeek-V2 with random weights. Its latents are as wide as vLLM's kernel for CPUs
+    takes."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(3)
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        q_lora_rank=None,
+        first_k_dense_replace=layers,
+        moe_layer_freq=1,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        max_position_embeddings=4096,
+        rope_scaling=rope_scaling,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+        architectures=["DeepseekV2ForCausalLM"],
+    )
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
 def build_states(path: Path) -> Path:
     """Write a Qwen3-Next: three layers of linear attention, one of full attention, few experts.
 

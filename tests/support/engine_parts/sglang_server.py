@@ -5,9 +5,12 @@ nothing else does (SGLang 0.5.23, of which no package index has the kernels for 
 
 - `sgl_kernel`, the package of those kernels: the names that are imported of it, which are for
   drafts, and raise. The arithmetic of the model is SGLang's own, of torch.
-- Two copies between the pool of the "device" and that of the host, which SGLang calls in the
-  memory layout `page_first_direct`. On GPUs they are loops of torch's `copy_` too, in C++.
-- The memory of the host's pool is not pinned: SGLang pins it with CUDA, whatever the device.
+- Copies between the pool of the "device" and that of the host (sglang_copies.py).
+- No memory is pinned: SGLang pins that of the host's pool and of adapters with CUDA, whatever the
+  device.
+- Latents (MLA) are always computed in their absorbed form: with torch's attention SGLang chooses
+  the other one for the beginning of a prompt, which that attention cannot compute.
+- SGLang leaves no 10 GB of the host's memory to others, and looks for no NCCL.
 - Processes are forked, not spawned: SGLang is imported once for all servers of a test, which
   is nearly all that a small one costs (30 s of a processor, three times a server).
 
@@ -29,9 +32,11 @@ import sys
 import time
 import types
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import sglang_copies
 
 from kvstore.testing.ports import held_ports
 
@@ -62,9 +67,14 @@ OPTIONS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init"),
     *("--max-total-tokens", "4096", "--max-running-requests", "8", "--page-size", str(PAGE_TOKENS)),
-    *("--dtype", "float32"),
+    *("--dtype", "float32", "--sleep-on-idle"),
     *("--enable-metrics", "--enable-cache-report", "--host", "127.0.0.1"),
 )
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_NCCL_SO_PATH": "/nowhere",
+}
 HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy"),
     *("write_through", "--hicache-io-backend", "direct"),
@@ -162,7 +172,7 @@ class SGLangServers:
         self._log = (folder / "sglang_servers.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, __file__],
-            env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **ENVIRONMENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -185,12 +195,16 @@ class SGLangServers:
         self._held.close()
 
     def start(
-        self, model: Path, store: dict[str, Any] | None = None, *options: str
+        self, model: Path, store: dict[str, Any] | None = None, *options: str, ranks: int = 1
     ) -> SGLangServer:
-        """Start a server of the model at `model`, with the store of these settings or none, and
-        with more options of SGLang's; it answers after `wait`."""
+        """Start a server of the model at `model` on so many tensor-parallel ranks, with the store
+        of these settings or none, and with more options of SGLang's; it answers after `wait`."""
         (port,) = self._held.enter_context(held_ports(1))
-        args = ["--model-path", str(model), "--port", str(port), *OPTIONS, *options]
+        args = ["--model-path", str(model), "--port", str(port), *OPTIONS]
+        cores = sorted(os.sched_getaffinity(0))
+        on = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        environment = {"SGLANG_CPU_OMP_THREADS_BIND": on} if ranks > 1 else {}
+        args += ["--tp-size", str(ranks)]
         if store is not None:
             loader = {
                 "backend_name": "kvstore",
@@ -199,11 +213,13 @@ class SGLangServers:
                 "interface_v1": 1,
             }
             args += [*HICACHE, json.dumps({**loader, **store})]
+        args += options  # of one that is given twice the last counts
         log = self._folder / f"sglang{len(self._servers)}.log"
         log.touch()
+        asked = {"args": args, "log": str(log), "environment": environment}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"args": args, "log": str(log)}).encode() + b"\n")
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], IMPORT_TIMEOUT_S)
         line = self._process.stdout.readline() if ready else b""
@@ -244,33 +260,15 @@ def _kernels() -> types.ModuleType:
     return module
 
 
-def _pages_to_host(
-    src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int
-) -> None:
-    """Copy pages of all layers, first all of K, then of V, into the pool of the host."""
-    layers = len(src_ptrs) // len(dst_ptrs)
-    for source, target in zip(
-        src_indices[::page_size].tolist(), dst_indices[::page_size].tolist(), strict=True
-    ):
-        for i, layer in enumerate(src_ptrs):
-            page = dst_ptrs[i // layers][target // page_size]
-            page[i % layers].copy_(layer[source : source + page_size])
+def _pin_nothing() -> None:
+    import torch
 
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, pin_memory=False, **settings: make(*args, **settings)
 
-def _layer_of_pages_to_device(
-    src_ptrs: Any,
-    dst_ptrs: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    layer_id: int,
-    page_size: int,
-) -> None:
-    """Copy one layer of pages, K and V, out of the pool of the host."""
-    for source, target in zip(
-        src_indices[::page_size].tolist(), dst_indices[::page_size].tolist(), strict=True
-    ):
-        for pages, layer in zip(src_ptrs, dst_ptrs, strict=True):
-            layer[target : target + page_size].copy_(pages[source // page_size][layer_id])
+    for name in ("tensor", "zeros", "empty", "full"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
 
 
 def _import_sglang() -> None:
@@ -278,21 +276,28 @@ def _import_sglang() -> None:
     for name in IMPORTS:
         importlib.import_module(name)
     from sglang.srt.entrypoints import engine
-    from sglang.srt.mem_cache.pool_host import common, mha
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
 
     def not_pinned(*args: Any, pin_memory: bool, **settings: Any) -> Any:
         return common.alloc_with_host_register(*args, pin_memory=False, **settings)
 
+    _pin_nothing()
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     engine.mp = _Forks()
     common.ALLOC_MEMORY_FUNCS["cpu"] = not_pinned
-    mha.transfer_kv_all_layer_direct_lf_pf = _pages_to_host
-    mha.transfer_kv_per_layer_direct_pf_lf = _layer_of_pages_to_device
+    sglang_copies.install(mha, mla)
 
 
-def _serve(args: list[str], log: str) -> None:
+def _serve(args: list[str], log: str, environment: dict[str, str]) -> None:
     """Be a server, as `python -m sglang.launch_server` is. Never returns."""
     code = 1
     try:
+        os.environ.update(environment)
         os.setsid()
         for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY)):
             opened = os.open(path, flags | os.O_CREAT | os.O_APPEND, 0o644)
@@ -337,7 +342,7 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 os.close(answers)
-                _serve(asked["args"], asked["log"])
+                _serve(**asked)
             running.add(pid)
             os.write(answers, b"%d\n" % pid)
     for pid in running:

@@ -176,7 +176,8 @@ def test_sglang_knows_adapters_of_its_command_line_by_name_and_path_alone() -> N
     from connector.adapters.sglang.engine import FORWARD_ARGS
 
     assert LoRARef.deterministic_id("a", "/b") == LoRARef.deterministic_id("a", "/b")
-    assert LoRARef(lora_name="a", lora_path="/b").lora_id != LoRARef("a", "/b").lora_id
+    loaded_later = [LoRARef(lora_name="a", lora_path="/b") for _ in range(2)]
+    assert loaded_later[0].lora_id != loaded_later[1].lora_id
     read = {*FORWARD_ARGS, "quantization_param_path", "lora_paths", "download_dir", "revision"}
     assert read <= set(inspect.signature(ServerArgs).parameters)
 

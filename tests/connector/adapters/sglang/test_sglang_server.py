@@ -5,13 +5,12 @@ What stands in for what there is only on GPUs: support/engine_parts/sglang_serve
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from redis_servers import wait_until
+from sglang_asks import WHOLE_PAGES_TOKENS, prompt, save
 from sglang_server import PAGE_TOKENS, SGLangServer, SGLangServers
 from stores import NodeProcess
 from tiny_models import ModelShape, build_model
@@ -23,39 +22,13 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-PROMPT_TOKENS = 25 * PAGE_TOKENS + 5
-"""More than the 256 that SGLang asks a storage for at least."""
-WHOLE_PAGES_TOKENS = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 CHUNK_TOKENS = 8 * PAGE_TOKENS
-SAVE_TIMEOUT_S = 60.0
-
-
-def prompt(seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(2, ModelShape().vocabulary) for _ in range(PROMPT_TOKENS)]
 
 
 @pytest.fixture(scope="module")
 def shared(redis_server: RedisServer) -> Iterator[NodeProcess]:
     with NodeProcess(redis_server) as node:
         yield node
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServers]:
-    with SGLangServers(tmp_path_factory.mktemp("sglang")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("model") / "m", ModelShape(weights_std=0.2))
-
-
-@pytest.fixture(scope="module")
-def without(servers: SGLangServers, model: Path) -> SGLangServer:
-    """A server without a store."""
-    return servers.start(model).wait()
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +41,6 @@ def one(servers: SGLangServers, model: Path, shared: NodeProcess) -> SGLangServe
 @pytest.fixture(scope="module")
 def other(servers: SGLangServers, model: Path, shared: NodeProcess) -> SGLangServer:
     return servers.start(model, shared.engine_settings).wait()
-
-
-def saved_tokens(server: SGLangServer) -> float:
-    return server.metrics().get("sglang:backuped_tokens_total", 0.0)
-
-
-def save(server: SGLangServer, asked: list[int], **request: str) -> list[int]:
-    """Have a server compute a prompt that is new to it, and save its pages."""
-    before = saved_tokens(server)
-    answer = server.generate(asked, **request)
-    assert answer.cached_tokens == 0
-    wait_until(
-        lambda: saved_tokens(server) >= before + WHOLE_PAGES_TOKENS, "it saved", SAVE_TIMEOUT_S
-    )
-    return answer.tokens
 
 
 @pytest.mark.covers("full attention", "engine")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from engines import EngineProcess, EngineSettings, kv_transfer
-from paged_engine import build_deepseek
 from stores import MIB, NodeProcess
+from tiny_models import build_deepseek
 
 if TYPE_CHECKING:
     from redis_servers import RedisServer
