@@ -44,7 +44,7 @@ def in_shares(which: Sequence[int], sizes: Sequence[int], count_max: int) -> lis
     share_bytes = 0
     for i in which:
         enough = share_bytes >= max(left_bytes // left, STREAM_SHARE_BYTES)
-        if left > 1 and enough and left_bytes - share_bytes >= STREAM_SHARE_BYTES:
+        if enough and left_bytes - share_bytes >= STREAM_SHARE_BYTES:
             left, left_bytes = left - 1, left_bytes - share_bytes
             shares.append([])
             share_bytes = 0

@@ -91,10 +91,17 @@ def test_a_listener_is_one_however_it_puts_its_requests(listeners: Listeners) ->
 def test_one_listener_does_not_take_the_places_of_all_that_wait_for_a_snapshot(
     listeners: Listeners,
 ) -> None:
-    for start in range(EVENT_REPLAYS_MAX):
-        listeners.answers.asked([b"one", b""], start % 2)
+    for number in range(EVENT_REPLAYS_MAX):
+        listeners.answers.asked([b"one", b""][: 1 + number % 2], number // 2 % 2)
+    assert len(listeners.answers._whole) + len(listeners.answers._since) == EVENT_ANSWERS_MAX
+    for number in range(EVENT_REPLAYS_MAX - EVENT_ANSWERS_MAX - 1):
+        listeners.answers.asked([b"%d" % number, b""], 0)
     assert listeners.ask(b"other")
     assert [parts[0] for parts in listeners.sent if parts[0] == b"other"]
+    listeners.answers.renew(SNAPSHOT)
+    for number in range(EVENT_REPLAYS_MAX + 1):
+        listeners.answers.asked([b"%d" % number, b""], 0)
+    assert len(listeners.answers._whole) == EVENT_REPLAYS_MAX
 
 
 def test_an_answer_that_is_larger_than_all_may_be_is_given_alone(

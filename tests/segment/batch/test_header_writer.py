@@ -107,6 +107,8 @@ def test_a_hint_to_no_slot_is_replaced_by_both(
         segment = OwnedShm(tmp_path / f"s{number}", BLOCK)
         place = hint_of(KEY, len(segment._hints))
         segment._hints[place] = there
+        # As if the table's own begin were the header of another block with these places.
+        segment._hints[0], segment._hints[4] = SEALED, place
         segment.apply_all([SOUND])
         assert segment._hints[place] == SOUND.slot_id
         segment.close()
