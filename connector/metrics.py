@@ -36,6 +36,8 @@ ABORTED = "aborted"
 """Reason of a load whose request is gone. The others are `MissReason`s."""
 INCOMPLETE = "incomplete"
 """Reason of a transfer within a step whose forward did not name each layer once."""
+PINNED = "pinned_fraction"
+"""Reason of a block that was never given to a save: the setting that bounds them."""
 ERROR = "error"
 """Reason of a transfer that ended with an exception: see the log."""
 
@@ -97,9 +99,10 @@ SAVED_BLOCKS = Metric("kvstore_saved_blocks", "Store blocks written and committe
 SAVED_BYTES = Metric("kvstore_saved_bytes", "Bytes of those")
 UNSAVED_BLOCKS = Metric(
     "kvstore_unsaved_blocks",
-    "Store blocks that the memory node gave no slot for: exists, in_progress or rejected",
+    "Store blocks that the memory node gave no slot for: exists, in_progress or rejected; and "
+    "those of requests that ended while other saves held what they may: pinned_fraction",
     "reason",
-    (PutStatus.EXISTS, PutStatus.IN_PROGRESS, PutStatus.REJECTED),
+    (PutStatus.EXISTS, PutStatus.IN_PROGRESS, PutStatus.REJECTED, PINNED),
 )
 SAVE_SECONDS = Metric(
     "kvstore_save_seconds",

@@ -53,6 +53,8 @@ class RequestState:
     """Leading store blocks that were planned for saving since the last preemption."""
     settings: RequestSettings | None = None
     """The request's own; None until they were read."""
+    waiting_blocks: int = 0
+    """Full store blocks behind these that found no room in the last step."""
     hands_over_tokens: int = 0
     """Tokens of a prompt whose last, part block is to be saved too."""
     part_planned: bool = False
@@ -83,7 +85,7 @@ class RequestState:
         self.lookup = None
         self.offer = None
         self.present_blocks = 0
-        self.saved_blocks = 0
+        self.saved_blocks = self.waiting_blocks = 0
         self.part_planned = self.part_saving = False
         self.save_barred = False
         self.to_be_computed = False

@@ -42,6 +42,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from connector import metrics
 from connector.layout.block_plan import (
     load_blocks,
     offered_tokens,
@@ -462,7 +463,11 @@ class SchedulerCore:
 
     def finished(self, request_id: str) -> None:
         """Forget the request. Its saves go on by themselves: they hold their blocks."""
-        self._requests.pop(request_id, None)
+        state = self._requests.pop(request_id, None)
+        if state is not None and state.waiting_blocks:
+            self._counts.add(metrics.UNSAVED_BLOCKS, state.waiting_blocks, metrics.PINNED)
+            words = "%d blocks not saved: other saves held pinned_fraction of the engine's blocks"
+            self._history.noted(request_id, words % state.waiting_blocks)
         self._history.finished(request_id)
 
     # Telling

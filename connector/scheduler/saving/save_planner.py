@@ -165,6 +165,7 @@ class SavePlanner:
         while tables is not None and first < last:
             room = self._ledger.room_blocks // self._blocks_per_key
             count = min(last - first, SAVE_JOB_BLOCKS_MAX, room)
+            state.waiting_blocks = last - first - count
             if count == 0:
                 return
             blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side, wait_for
+from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side, taken, wait_for
 
 from connector.layout.topology import TpKVTopology
 from connector.limits import SAVE_JOB_BLOCKS_MAX, SAVE_JOBS_MAX
@@ -190,6 +190,29 @@ class TestPins:
         end_all(side, first)
         request.tokens.append(1)
         assert [key for key, _ in saved(side.step((request, 1)))] == side.keys(request)[2:4]
+        side.core.close()
+
+    def test_what_a_request_could_not_save_before_its_end_is_counted_and_said(
+        self, store: MemoryBlockStore
+    ) -> None:
+        side = Side(store, pinned_blocks_max=3 * BLOCK // ENGINE_BLOCK)
+        in_time, late = prompt(side, 4), prompt(side, 3, extra=1, first_block_id=201)
+        late.request_id = "late"
+        side.tables["late"] = list(range(201, 220))
+        side.core.on_new_request(late)
+        side.match(late)
+        plan = side.step((in_time, len(in_time.tokens)))
+        assert len(saved(plan)) == 3
+        side.step((in_time, 1), (late, len(late.tokens)))
+        end_all(side, plan)
+        side.step((in_time, 1))
+        side.core.finished(in_time.request_id)
+        side.core.finished("late")
+        assert taken(side.core.take_stats)["unsaved_blocks:pinned_fraction"] == 3
+        wait_for(lambda: (said := side.core.explain("late")) is not None and bool(said.events), "")
+        explained = side.core.explain("late")
+        assert explained is not None
+        assert "3 blocks not saved" in explained.events[-1]
         side.core.close()
 
     def test_the_number_of_jobs_is_limited(self, side: Side) -> None:
