@@ -137,13 +137,19 @@ def two_hosts() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         yield options[0], options[1]
 
 
+def not_touching(session: BlockSession) -> None:
+    """Let it not tell nodes what was read: that is done now and then, so one walk would have it and
+    another would not."""
+    session.writer._touched_at = float("inf")
+
+
 def client_walks(tracer: Tracer, here: dict[str, Any], there: dict[str, Any]) -> Iterator[Walk]:
     with Client(**here) as client, Client(**there) as other:
         tokens = list(range(client.block_tokens))
         assert client.put("warm", VALUE)
         assert other.put("warm there", VALUE)
         assert None not in client.get_many(["warm", "warm there"])  # connections are there
-        client.session.writer._touched_at = float("inf")  # nodes are told now and then, not here
+        not_touching(client.session)
         yield tracer.walk("put", lambda: client.put("k", VALUE))
         yield tracer.walk("get, here", lambda: client.get("k"))
         yield tracer.walk("get, here again", lambda: client.get("k"))
@@ -188,6 +194,8 @@ def connector_walks(tracer: Tracer, here: dict[str, Any], there: dict[str, Any])
         print("walk: no torch, so no connector's walks", file=sys.stderr)
         return
     near, far = BlockSession(**here), BlockSession(**there)
+    for session in (near, far):
+        not_touching(session)
     splits = splits_of({"model": "m"}, GEOMETRY, TpKVTopology.of(), BLOCK_TOKENS, ())
     group = GroupLayout(geometry=GEOMETRY, topology=TpKVTopology.of(), splits=splits)
     engine_tokens = GEOMETRY.engine_block_tokens

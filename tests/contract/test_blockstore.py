@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from stores import PATIENT
@@ -30,16 +28,15 @@ def _of_another_user(directory: NodeDir, announcement: Announcement) -> SegmentF
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[BlockStore]:
-    with tempfile.TemporaryDirectory(prefix="kvs") as path:
-        run_dir = Path(path)
-        opened = open_guarded(None, key_prefix="kv:t", run_dir=run_dir, limits=Limits())
-        config = NodeConfig(run_dir=run_dir, size_bytes=64 << 20, key_prefix="kv:t")
-        with Node(config, opened.index):
-            session = BlockSession(opened.url, key_prefix="kv:t", run_dir=run_dir, limits=PATIENT)
-            yield session
-            session.close()
-        opened.close()
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
+    run_dir = tmp_path_factory.mktemp("run")
+    opened = open_guarded(None, key_prefix="kv:t", run_dir=run_dir, limits=Limits())
+    config = NodeConfig(run_dir=run_dir, size_bytes=64 << 20, key_prefix="kv:t")
+    with Node(config, opened.index):
+        session = BlockSession(opened.url, key_prefix="kv:t", run_dir=run_dir, limits=PATIENT)
+        yield session
+        session.close()
+    opened.close()
 
 
 class TestSession(BlockStoreContract):

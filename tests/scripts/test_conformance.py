@@ -167,16 +167,24 @@ def test_bits_are_flipped_in_a_processs_copies_but_for_its_own_cache() -> None:
 
 def test_what_a_connector_has_started_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance_faults, "END_TIMEOUT_S", 0.2)
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "print('deaf', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", deaf]
     with conformance.bench_of({}) as bench:
         env = {**os.environ, "TMPDIR": str(bench.tmp)}
-        server = subprocess.Popen([sys.executable, "-c", deaf], env=env, start_new_session=True)
-        other = subprocess.Popen([sys.executable, "-c", deaf])
-    assert server.wait(10) == -9
-    assert other.poll() is None
-    assert not bench.work.exists()
-    other.kill()
-    other.wait(10)
+        pipe = subprocess.PIPE
+        server = subprocess.Popen(command, env=env, start_new_session=True, stdout=pipe)
+        other = subprocess.Popen(command, stdout=pipe)
+        for process in (server, other):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"deaf\n"
+    with server, other:
+        assert server.wait(10) == -9
+        assert other.poll() is None
+        assert not bench.work.exists()
+        other.kill()
 
 
 BUSY_ENGINE = """

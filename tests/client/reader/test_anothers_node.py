@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,14 +26,13 @@ def _of_another_user(directory: NodeDir, announcement: Announcement) -> SegmentF
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[tuple[str, Node]]:
-    with tempfile.TemporaryDirectory(prefix="kvs") as path:
-        run_dir = Path(path)
-        opened = open_guarded(None, key_prefix="kv:t", run_dir=run_dir, limits=PATIENT)
-        config = NodeConfig(run_dir=run_dir, size_bytes=64 * MIB, key_prefix="kv:t")
-        with Node(config, opened.index) as node:
-            yield opened.url, node
-        opened.close()
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Node]]:
+    run_dir = tmp_path_factory.mktemp("run")
+    opened = open_guarded(None, key_prefix="kv:t", run_dir=run_dir, limits=PATIENT)
+    config = NodeConfig(run_dir=run_dir, size_bytes=64 * MIB, key_prefix="kv:t")
+    with Node(config, opened.index) as node:
+        yield opened.url, node
+    opened.close()
 
 
 def client_at(node: tuple[str, Node], verify: str) -> Client:
