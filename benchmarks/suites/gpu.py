@@ -112,7 +112,7 @@ class Rig:
         from connector.copiers.cuda.copier import DeviceCopier
         from connector.copiers.cuda.kernel_plan import layout_of, staging_buffer_bytes
         from connector.copiers.cuda.page_lock import LockedPool, address_of
-        from connector.copiers.cuda.queue import Cuda, CudaDevice, CudaStream
+        from connector.copiers.cuda.queue import Cuda, CudaStream, QueuedDevice
         from connector.layout.geometry import KVGeometry
         from connector.limits import DEVICE_PAGES_MAX
         from kvstore import PoolMapping
@@ -145,7 +145,8 @@ class Rig:
         while self.pool.lock_next() is not None:
             pass
         layout = layout_of(layers, geometry, BLOCK_TOKENS)
-        self.device = CudaDevice(cuda, staging_buffer_bytes([layout]), DEVICE_PAGES_MAX, self.pool)
+        staging_bytes = staging_buffer_bytes([layout])
+        self.device = QueuedDevice(cuda, staging_bytes, DEVICE_PAGES_MAX, self.pool)
         self.blocks = DeviceCopier(layout, self.device, keep=layers)
         self._cuda, self._stream = cuda, CudaStream(cuda)
         order = torch.randperm(engine_blocks).tolist()

@@ -19,7 +19,7 @@ from connector.limits import (
 )
 
 
-class RefusedError(Exception):
+class BodyRefusedError(Exception):
     """A body is not read on, or not taken."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -35,11 +35,11 @@ class Incoming:
         """Of requests whose bodies have not come."""
 
     async def body(self, request: web.Request, timeout_s: float) -> dict[str, object]:
-        """Return the JSON object that is the request's body. Raises `RefusedError`."""
+        """Return the JSON object that is the request's body. Raises `BodyRefusedError`."""
         return _json_object(await self.octets(request, timeout_s))
 
     async def octets(self, request: web.Request, timeout_s: float) -> bytes:
-        """Return the request's body as it came. Raises `RefusedError`."""
+        """Return the request's body as it came. Raises `BodyRefusedError`."""
         transport = request.transport
         if transport is not None:
             self._coming.add(transport)
@@ -48,11 +48,11 @@ class Incoming:
                 raw: bytes = await request.read()
         except web.HTTPRequestEntityTooLarge as e:
             why = f"the body has more than {ROUTER_BODY_BYTES_MAX} bytes"
-            raise RefusedError(413, why) from e
+            raise BodyRefusedError(413, why) from e
         except TimeoutError as e:
-            raise RefusedError(408, "the body has not come in time") from e
+            raise BodyRefusedError(408, "the body has not come in time") from e
         except web.RequestPayloadError as e:  # it is not packed as its head says
-            raise RefusedError(400, "the body cannot be read") from e
+            raise BodyRefusedError(400, "the body cannot be read") from e
         finally:
             self._coming -= {transport}
         return raw
@@ -72,11 +72,11 @@ def _json_object(raw: bytes) -> dict[str, object]:
         too_much = _too_much(raw)
         body = None if too_much else json.loads(raw)
     except (ValueError, RecursionError) as e:
-        raise RefusedError(400, "the body is not JSON") from e
+        raise BodyRefusedError(400, "the body is not JSON") from e
     if too_much is not None:
-        raise RefusedError(413, too_much)
+        raise BodyRefusedError(413, too_much)
     if not isinstance(body, dict):
-        raise RefusedError(400, "the body is not a JSON object")
+        raise BodyRefusedError(400, "the body is not a JSON object")
     return body
 
 

@@ -41,7 +41,7 @@ from connector.router.bodies import (
     token_list,
 )
 from connector.router.discovery import Name, keep_resolving, resolve
-from connector.router.incoming import Incoming, RefusedError
+from connector.router.incoming import BodyRefusedError, Incoming
 from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
 from connector.router.routing import Engine, EngineFleet, Role, needs_prefill
@@ -186,7 +186,7 @@ class Router:
         self._in_flight += 1  # from here on: a body that is slow to come is memory, too
         try:
             return await answer(request, self._job(request))
-        except RefusedError as e:
+        except BodyRefusedError as e:
             return _error(e.status, str(e))
         except ClientGoneError:
             return web.Response(status=499)  # to nobody

@@ -55,7 +55,7 @@ class _Asked(NamedTuple):
     hashes: Sequence[bytes]
 
 
-class Wanted(NamedTuple):
+class PrefetchBlock(NamedTuple):
     """Names a block of another host, and the namespace that it is to be saved in."""
 
     found: BlockRef
@@ -129,7 +129,7 @@ class Prefetcher:
         said = ", ".join(f"{count} {result}" for result, count in results.items())
         self._note(asked.request_id, f"prefetched: {said or 'nothing is on other hosts'}{why}")
 
-    def _elsewhere(self, hashes: Sequence[bytes], store: BlockStore) -> list[Wanted]:
+    def _elsewhere(self, hashes: Sequence[bytes], store: BlockStore) -> list[PrefetchBlock]:
         """Return what a load of the longest prefix there is would read from other hosts."""
         layout, per_key = self._layout, self._layout.hashes_per_key
 
@@ -139,21 +139,21 @@ class Prefetcher:
         placement = Finder([group.splits for group in layout.groups], keys_of)(store.lookup)
         tokens = len(hashes) * layout.hash_block_tokens + 1
         run = usable_run(placement, {}, layout, tokens)
-        wanted: list[Wanted] = []
+        wanted: list[PrefetchBlock] = []
         for group, row in zip(layout.groups, placement, strict=True):
             first = group.needed_from(run * layout.block_tokens) if group.forgetful else 0
             for placed in row[first // layout.block_tokens : run]:
                 if placed is not None:
                     names = group.splits[placed.split].namespaces
                     wanted += [
-                        Wanted(found, name.id)
+                        PrefetchBlock(found, name.id)
                         for found, name in zip(placed.found, names, strict=True)
                     ]
         tiers = store.tiers([one.found for one in wanted])
         return [one for one, tier in zip(wanted, tiers, strict=True) if tier is Tier.OTHER_HOST]
 
 
-def bring(wanted: Sequence[Wanted], store: BlockStore, results: Counter[str]) -> None:
+def bring(wanted: Sequence[PrefetchBlock], store: BlockStore, results: Counter[str]) -> None:
     """Copy these blocks to this host's node; counts in `results` what became of each.
 
     Raises `KVStoreError` when the node does not answer; what it has granted is given back then.

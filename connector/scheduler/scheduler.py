@@ -75,7 +75,7 @@ from connector.scheduler.patience import ComputeRate, patience_s
 from connector.scheduler.prefetching import Prefetcher
 from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
 from connector.scheduler.resetting import Resetter
-from connector.scheduler.saving.events import BlockEvents
+from connector.scheduler.saving.events import EngineEvents
 from connector.scheduler.saving.retaining import Retainer
 from connector.scheduler.saving.save_gate import SaveGate
 from connector.scheduler.saving.save_planner import SavePlanner
@@ -107,7 +107,7 @@ class SchedulerCore:
         self._clock = clock
         self._counts = Counts()
         self._history = RequestHistory(store, layout, clock, self._counts)
-        self._events = BlockEvents(layout, wanted=settings.events)
+        self._events = EngineEvents(layout, wanted=settings.events)
         self._retainer = Retainer(store, self._counts, self._history.noted)
         self._prefetcher = Prefetcher(store, layout, self._counts, self._history.noted)
         self._lookups = Lookups(

@@ -63,7 +63,9 @@ class KVStoreConnector:
     """Saves full KV blocks to the store and loads those that match a new request's prefix."""
 
     @classmethod
-    def make_scheduler(cls, config: KVTransferConfig, engine: EngineInfo) -> KVStoreScheduler:
+    def make_scheduler(
+        cls, config: KVTransferConfig, engine: EngineInfo
+    ) -> KVStoreConnectorScheduler:
         """Return the scheduler side. Raises `UsageError` for settings that cannot work."""
         settings, shape = _read(config, engine)
         if shape.saves and (engine.pins is None or engine.num_blocks < 1):
@@ -75,16 +77,16 @@ class KVStoreConnector:
         core = scheduler_side(settings, shape)
         if engine.pins is not None:
             core.bind_pins(engine.pins, shape.workers, engine.num_blocks)
-        return KVStoreScheduler(core, between_steps=not settings.layerwise)
+        return KVStoreConnectorScheduler(core, between_steps=not settings.layerwise)
 
     @classmethod
-    def make_worker(cls, config: KVTransferConfig, engine: EngineInfo) -> KVStoreWorker:
+    def make_worker(cls, config: KVTransferConfig, engine: EngineInfo) -> KVStoreConnectorWorker:
         """Return the worker side of worker `engine.rank`. Raises `UsageError` as
         `make_scheduler`."""
         settings, shape = _read(config, engine)
         if not 0 <= engine.rank < shape.workers:
             raise UsageError("engine.rank", engine.rank, f"must be from 0 to {shape.workers - 1}")
-        return KVStoreWorker(worker_side(settings, shape, engine.rank))
+        return KVStoreConnectorWorker(worker_side(settings, shape, engine.rank))
 
 
 def _read(config: KVTransferConfig, engine: EngineInfo) -> tuple[ConnectorSettings, EngineShape]:
@@ -106,7 +108,7 @@ def _read(config: KVTransferConfig, engine: EngineInfo) -> tuple[ConnectorSettin
     return settings, shape
 
 
-class KVStoreScheduler(KVConnectorScheduler):
+class KVStoreConnectorScheduler(KVConnectorScheduler):
     """Implements `KVConnectorScheduler` over a `SchedulerCore`."""
 
     def __init__(self, core: SchedulerCore, *, between_steps: bool = True) -> None:
@@ -165,7 +167,7 @@ class KVStoreScheduler(KVConnectorScheduler):
         self._core.close()
 
 
-class KVStoreWorker(KVConnectorWorker):
+class KVStoreConnectorWorker(KVConnectorWorker):
     """Implements `KVConnectorWorker` over a `WorkerCore`. Loads and saves run beside the
     forward."""
 

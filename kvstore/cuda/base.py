@@ -56,7 +56,7 @@ class Shared(NamedTuple):
     has no such handles. As good as a key: who has it may write there too."""
 
 
-class Event(Protocol):
+class CudaEvent(Protocol):
     """Stands for all that was queued on a stream up to one moment."""
 
     def done(self) -> bool:
@@ -75,7 +75,7 @@ class Stream(Protocol):
         may be queued."""
         ...
 
-    def record(self) -> Event:
+    def record(self) -> CudaEvent:
         """An event for all that is queued so far."""
         ...
 
@@ -167,7 +167,7 @@ class CudaDevice(Protocol):
         ...
 
 
-def wait(event: Event, deadline: float) -> bool:
+def wait(event: CudaEvent, deadline: float) -> bool:
     """Whether `event` was done before `deadline` (seconds of `time.monotonic`).
 
     The driver's own wait has no deadline (rule 8), hence polls: a few at once, then with

@@ -483,7 +483,7 @@ class BindingsStream:
 
 
 class BindingsEvent:
-    """Implements `kvstore.cuda.base.Event`."""
+    """Implements `kvstore.cuda.base.CudaEvent`."""
 
     def __init__(self, device: BindingsDevice, handle: Handle) -> None:
         self._device = device

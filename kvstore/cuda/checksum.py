@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvstore.cuda.base import CudaDevice, Event, Stream, address_of, wait
+from kvstore.cuda.base import CudaDevice, CudaEvent, Stream, address_of, wait
 from kvstore.errors import DeviceError
 from kvstore.limits import CUDA_IPC_DRAIN_S
 
@@ -65,7 +65,7 @@ class DeviceChecksums:
     def _of(self, payloads: Sequence[Sequence[Extent]]) -> list[int]:
         stream = self._begun()
         digests = [xxhash.xxh3_64() for _ in payloads]
-        flying: deque[tuple[memoryview, list[_Part], Event]] = deque()
+        flying: deque[tuple[memoryview, list[_Part], CudaEvent]] = deque()
         try:
             for number, parts in enumerate(_windows(payloads)):
                 if len(flying) == HALVES:
@@ -86,7 +86,7 @@ class DeviceChecksums:
                     self._wait(flying.popleft()[2])
         return [digest.intdigest() for digest in digests]
 
-    def _queued(self, stream: Stream, copies: Sequence[tuple[int, int, int]]) -> Event:
+    def _queued(self, stream: Stream, copies: Sequence[tuple[int, int, int]]) -> CudaEvent:
         try:
             stream.copy(copies)
         except DeviceError:
@@ -95,7 +95,11 @@ class DeviceChecksums:
         return stream.record()
 
     def _hash(
-        self, digests: Sequence[xxhash.xxh3_64], half: memoryview, parts: list[_Part], event: Event
+        self,
+        digests: Sequence[xxhash.xxh3_64],
+        half: memoryview,
+        parts: list[_Part],
+        event: CudaEvent,
     ) -> None:
         self._wait(event)
         at = 0
@@ -103,7 +107,7 @@ class DeviceChecksums:
             digests[part.payload].update(half[at : at + part.size_bytes])
             at += part.size_bytes
 
-    def _wait(self, event: Event) -> None:
+    def _wait(self, event: CudaEvent) -> None:
         if not wait(event, time.monotonic() + CUDA_IPC_DRAIN_S):
             self._hangs = True
             _hanging.append(self._staging)

@@ -359,7 +359,7 @@ class ModelStream:
 
 
 class ModelEvent:
-    """Implements `kvstore.cuda.base.Event`."""
+    """Implements `kvstore.cuda.base.CudaEvent`."""
 
     def __init__(self, device: ModelCuda) -> None:
         self._device = device

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvstore.cuda.base import Copy, CudaDevice, DeviceRange, Event, Stream, address_of, wait
+from kvstore.cuda.base import Copy, CudaDevice, CudaEvent, DeviceRange, Stream, address_of, wait
 from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.errors import DeviceError, InternalError, UsageError
 from kvstore.limits import CUDA_IPC_DRAIN_S, CUDA_IPC_WINDOW_BYTES, STREAM_BLOCKS_MAX
@@ -142,7 +142,7 @@ class _Window(NamedTuple):
 
     places: list[tuple[int, DevicePlace]]
     """(number of the block, where it was found)"""
-    event: Event
+    event: CudaEvent
 
 
 class _Batch:
@@ -272,7 +272,7 @@ def digest_of(pieces: Sequence[Piece], checksums: DeviceChecksums) -> int:
     return digest.intdigest()
 
 
-def _wait(event: Event, deadline: float) -> None:
+def _wait(event: CudaEvent, deadline: float) -> None:
     """Wait for `event`, for at most `CUDA_IPC_DRAIN_S` beyond the deadline. Raises `InternalError`
     when it is not done by then."""
     if not wait(event, max(deadline, time.monotonic()) + CUDA_IPC_DRAIN_S):

@@ -22,9 +22,9 @@ def cuda() -> Any:
 @pytest.fixture(scope="session")
 def device(cuda: Any) -> Iterator[Any]:
     from connector.copiers.cuda.page_lock import LockedPool
-    from connector.copiers.cuda.queue import CudaDevice
+    from connector.copiers.cuda.queue import QueuedDevice
 
     pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
-    made = CudaDevice(cuda, 64 << 20, 1 << 14, pool)
+    made = QueuedDevice(cuda, 64 << 20, 1 << 14, pool)
     yield made
     made.close()

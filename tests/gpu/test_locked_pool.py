@@ -82,14 +82,14 @@ def test_memory_that_may_only_be_read_is_locked_or_says_why_not(cuda: Any) -> No
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_blocks_go_through_shared_memory_locked_or_not(cuda: Any, locked: bool) -> None:
-    from connector.copiers.cuda.queue import CudaDevice
+    from connector.copiers.cuda.queue import QueuedDevice
 
     shape = Shape(8, 4, 256, 2, 16, 1, 8, 32, (0, 1, 3, 2))
     written, read = mappings(f"copy-{locked}")
     pool = LockedPool(cuda, lambda: [written, read], lambda size, why: None)
     if locked:
         lock(pool, written.memory)
-    device = CudaDevice(cuda, 16 << 20, 1 << 12, pool)
+    device = QueuedDevice(cuda, 16 << 20, 1 << 12, pool)
     case = Case(shape, 1)
     layers = [torch.from_numpy(layer.array.view(np.int16).copy()).cuda() for layer in case.layers]
     blocks = DeviceCopier(layout_of(layers, shape.geometry, shape.block_tokens), device)

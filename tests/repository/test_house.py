@@ -1,4 +1,5 @@
-"""No folder, no file and no function grows beyond what a reader takes in at once."""
+"""No folder, no file and no function grows beyond what a reader takes in at once, and one name is
+one class."""
 
 from __future__ import annotations
 
@@ -42,6 +43,11 @@ LONG_FUNCTIONS = {
     "kvstore/client/session.py: __init__": 115,
 }
 """Functions that may be longer, and how long. Why, a comment in each says."""
+SAME_NAMES = {
+    "KVConnectorWorkerMetadata": "connectors are written against either of vLLM's two interfaces",
+    "KVStoreConnector": "engines' configurations say it, those of vLLM and those of the package",
+}
+"""Names that two public classes have, and why."""
 FILES_REASON = re.compile(r"(?i)\b((in|hence) one file|one class,|longer than other files)(?=\W)")
 FUNCTIONS_REASON = "# Longer than other functions: "
 
@@ -122,6 +128,19 @@ def test_no_file_is_longer_than_one_reads(texts: dict[str, str]) -> None:
 def test_no_function_is_longer_than_one_reads(texts: dict[str, str]) -> None:
     reason = re.compile(re.escape(FUNCTIONS_REASON))
     assert not wrong(functions(texts), FUNCTION_LINES_MAX, LONG_FUNCTIONS, reason)
+
+
+def test_no_two_public_classes_have_one_name(texts: dict[str, str]) -> None:
+    parsed = [
+        ast.parse(text)
+        for name, text in texts.items()
+        if name.startswith(("kvstore/", "connector/")) and name.endswith(".py")
+    ]
+    counted = Counter(
+        node.name for tree in parsed for node in tree.body if isinstance(node, ast.ClassDef)
+    )
+    twice = {name for name, count in counted.items() if count > 1 and not name.startswith("_")}
+    assert twice == SAME_NAMES.keys()
 
 
 def test_a_folder_that_grows_is_found(tmp_path: Path) -> None:

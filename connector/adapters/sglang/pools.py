@@ -17,7 +17,7 @@ MARKER = b"\x01"
 was saved is all there is to know of it."""
 
 
-class Memory(NamedTuple):
+class PoolMemory(NamedTuple):
     """Memory of some pages: the pool's own, or what SGLang copies from or to."""
 
     pieces: list[list[Parts]]
@@ -104,9 +104,9 @@ class PoolPages:
         self._store.touch(touched)
         return loaded + [False] * (len(names) - count)
 
-    def _memory(self, host_indices: torch.Tensor, count: int, *, filled: bool) -> Memory:
+    def _memory(self, host_indices: torch.Tensor, count: int, *, filled: bool) -> PoolMemory:
         if self._form.empty:
-            return Memory([[[memoryview(bytearray(MARKER))] for _ in range(count)]])
+            return PoolMemory([[[memoryview(bytearray(MARKER))] for _ in range(count)]])
         if self._form.flat:
             tokens = len(host_indices) // max(1, count)
             pages = [
@@ -115,7 +115,7 @@ class PoolPages:
                 else self._pool.get_dummy_flat_data_page()
                 for i in range(count)
             ]
-            return Memory([[tensor_parts(page) for page in pages]], pages)
+            return PoolMemory([[tensor_parts(page) for page in pages]], pages)
         each = len(self._pieces)
         addresses, sizes_bytes = (
             self._pool.get_page_buffer_meta(host_indices)
@@ -123,7 +123,7 @@ class PoolPages:
             else self._pool.get_split_heads_page_buffer_meta(host_indices, each)
         )
         parts = pages_at(addresses, sizes_bytes, count * each)
-        return Memory([parts[i::each] for i in range(each)])
+        return PoolMemory([parts[i::each] for i in range(each)])
 
 
 def tensor_parts(tensor: torch.Tensor) -> Parts:

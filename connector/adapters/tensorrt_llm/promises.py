@@ -18,7 +18,7 @@ from connector.limits import (
     SHUTDOWN_TIMEOUT_S,
 )
 from connector.pages.pages import Pages
-from connector.scheduler.prefetching import Wanted, bring
+from connector.scheduler.prefetching import PrefetchBlock, bring
 from connector.work_thread import WorkThread
 from kvstore import BlockRef, BlockStore, Key, KVStoreError, Tier, in_batches
 
@@ -106,7 +106,7 @@ class Promises:
             ]
             tiers = self._store.tiers([ref for _, ref in refs])
             wanted = [
-                Wanted(ref, pages.namespace.id)
+                PrefetchBlock(ref, pages.namespace.id)
                 for (pages, ref), tier in zip(refs, tiers, strict=True)
                 if tier is Tier.OTHER_HOST
             ]

@@ -200,7 +200,7 @@ class CudaLane:
             cuda.call(driver.cuMemcpy2DAsync, copy, self.copies.handle)
 
 
-class CudaDevice:
+class QueuedDevice:
     """Implements `Device`."""
 
     def __init__(

@@ -32,13 +32,13 @@ def device_memory(
     count: Callable[[int, str], None],
 ) -> KVMemory:
     """See `connector.copiers.registered.kv_memory`. All groups are on one CUDA device."""
-    from connector.copiers.cuda.queue import Cuda, CudaDevice
+    from connector.copiers.cuda.queue import Cuda, QueuedDevice
 
     try:
         cuda = Cuda(groups[0][0][0].device)
         layouts = [layout_of(*group) for group in groups]
         pool = LockedPool(cuda, mappings, count)
-        device = CudaDevice(
+        device = QueuedDevice(
             cuda,
             staging_buffer_bytes(layouts),
             max(DEVICE_PAGES_MAX, *(layout.pages_per_payload for layout in layouts)),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from connector.scheduler.lookup import Lookup
 
 
-class BlockEvents:
+class EngineEvents:
     """Makes the block events of one engine. Its scheduling thread alone may call."""
 
     def __init__(self, layout: StoreLayout, *, wanted: bool) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
     from connector.scheduler.request_settings import RequestSettings
     from connector.scheduler.requests import RequestState
-    from connector.scheduler.saving.events import BlockEvents
+    from connector.scheduler.saving.events import EngineEvents
     from connector.scheduler.saving.retaining import Retainer
     from connector.scheduler.settings import SchedulerSettings
 
@@ -46,7 +46,7 @@ class SavePlanner:
         self,
         layout: StoreLayout,
         settings: SchedulerSettings,
-        events: BlockEvents,
+        events: EngineEvents,
         retainer: Retainer,
     ) -> None:
         self._layout = layout

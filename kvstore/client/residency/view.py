@@ -37,7 +37,7 @@ EVERYTHING = 0
 """The number that is asked for to have a snapshot."""
 
 
-class Message(NamedTuple):
+class EventsMessage(NamedTuple):
     """What a node said, on either of its sockets."""
 
     source: Source
@@ -45,9 +45,9 @@ class Message(NamedTuple):
     changes: list[BlockChanges]
 
 
-def message_of(topic: bytes, sequence: bytes, payload: bytes) -> Message:
+def message_of(topic: bytes, sequence: bytes, payload: bytes) -> EventsMessage:
     """Raises `PeerError` for what no node sends."""
-    return Message(source_of(topic), sequence_of(sequence), unpack_changes(payload))
+    return EventsMessage(source_of(topic), sequence_of(sequence), unpack_changes(payload))
 
 
 class NodeView:
@@ -68,7 +68,7 @@ class NodeView:
         self._asking = False
         self._asked_at = float("-inf")
         self._heard_at = float("-inf")
-        self._later: deque[Message] = deque(maxlen=EVENT_MESSAGES_WAITING_MAX)
+        self._later: deque[EventsMessage] = deque(maxlen=EVENT_MESSAGES_WAITING_MAX)
 
     def in_sync(self, now: float) -> bool:
         """Return whether `keys` are what the node has, as far as it has been heard."""
@@ -87,7 +87,7 @@ class NodeView:
             return None
         return self._ask(EVERYTHING, now)
 
-    def published(self, message: Message, now: float) -> int | None:
+    def published(self, message: EventsMessage, now: float) -> int | None:
         """The node said this to everybody. Returns the number to ask for, None without need."""
         self._heard_at = now
         if self._asking or self.source is None:
@@ -130,13 +130,13 @@ class NodeView:
                 return missing
         return None
 
-    def _take(self, message: Message, now: float) -> int | None:
+    def _take(self, message: EventsMessage, now: float) -> int | None:
         if message.source != self.source:
             self.gaps += 1
             return self._ask(EVERYTHING, now)
         return self._follow(message, now)
 
-    def _follow(self, message: Message, now: float) -> int | None:
+    def _follow(self, message: EventsMessage, now: float) -> int | None:
         if message.sequence <= self._sequence:
             return None
         if message.sequence > self._sequence + 1:
@@ -146,7 +146,7 @@ class NodeView:
         self._sequence = message.sequence
         return None
 
-    def _apply(self, message: Message) -> None:
+    def _apply(self, message: EventsMessage) -> None:
         keys = self.keys if self._fresh is None else self._fresh
         for change in message.changes:
             if change.cleared:

@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 
-from kvstore.testing.crash.loop import CrashError, Loop
+from kvstore.testing.crash.loop import CrashError, CrashLoop
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     started = time.monotonic()
-    loop = Loop(seed)
+    loop = CrashLoop(seed)
     try:
         loop.rounds(options.rounds)
         loop.settle()

@@ -115,7 +115,7 @@ class _Worker:
             raise CrashError(f"a {self.kind} hung for {self.counters[SLOWEST_MS]} ms")
 
 
-class Loop:
+class CrashLoop:
     """Runs one Redis, one node and a few workers, and ends them."""
 
     def __init__(self, seed: int) -> None:

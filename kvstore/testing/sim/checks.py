@@ -41,7 +41,7 @@ class Put(NamedTuple):
     size_bytes: int
 
 
-class Checks:
+class RuleChecks:
     """Checks every rule, in the words of docs/architecture.md, and raises `ViolationError`."""
 
     def __init__(self, world: World) -> None:

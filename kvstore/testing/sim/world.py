@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.node.epoch import epoch_after
-from kvstore.testing.sim.checks import Checks
+from kvstore.testing.sim.checks import RuleChecks
 from kvstore.testing.sim.faults import Faults
 from kvstore.testing.sim.models.hosts import SimLease, SimNodeDir
 from kvstore.testing.sim.models.index import SimServer
@@ -42,7 +42,7 @@ class World(Scheduler):
         self.counts: dict[str, int] = {}
         self.index = SimServer(self)
         self.files = Files(self)
-        self.checks = Checks(self)
+        self.checks = RuleChecks(self)
         self.on_check = self.checks.all_nodes
         self.dirs: dict[tuple[Path, str], SimNodeDir] = {}
         self.listening: dict[str, SimNode] = {}

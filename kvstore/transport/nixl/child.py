@@ -107,7 +107,7 @@ def map_file(fd: int, size_bytes: int, protection: int) -> int:
     return int(at)
 
 
-class Memory(NamedTuple):
+class ChildMemory(NamedTuple):
     """A range of memory in this process, and as what it is registered."""
 
     address: int
@@ -118,7 +118,7 @@ class Memory(NamedTuple):
 
 def device_memory(
     fd: str, size_bytes: str, ordinal: str, name: str, *, writable: bool = False
-) -> Memory:
+) -> ChildMemory:
     """Map memory of a device that a descriptor stands for (docs/decisions/0054).
 
     Where it is a plain file, it is that of a model of a device (kvstore.testing.cuda), and host
@@ -127,7 +127,7 @@ def device_memory(
     number, size, device_number = int(fd), int(size_bytes), int(ordinal)
     if stat.S_ISREG(os.fstat(number).st_mode):
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return Memory(map_file(number, size, protection), size)
+        return ChildMemory(map_file(number, size, protection), size)
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from kvstore.cuda.base import Shared
     from kvstore.cuda.bindings import open_device
@@ -135,10 +135,10 @@ def device_memory(
     device = open_device(device_number)
     device.enter()  # NIXL takes the context that is current in this thread
     address = device.open(Shared(bytes.fromhex(name), size, number), writable=writable)
-    return Memory(address, size, VRAM, device_number)
+    return ChildMemory(address, size, VRAM, device_number)
 
 
-def register(agent: Agent, regions: Sequence[Memory]) -> None:
+def register(agent: Agent, regions: Sequence[ChildMemory]) -> None:
     for kind in (DRAM, VRAM):
         its = [(r.address, r.size_bytes, r.device, "") for r in regions if r.kind == kind]
         if its:
@@ -178,7 +178,7 @@ class Parent:
 
 
 def owner(
-    parent: Parent, name: str, head: Memory, data: Memory, probe_at: int, probe: bytes
+    parent: Parent, name: str, head: ChildMemory, data: ChildMemory, probe_at: int, probe: bytes
 ) -> None:
     """Offer the memory, of which `probe` is read first at `probe_at`, until the parent ends."""
     agent = make_agent(name)
@@ -186,7 +186,7 @@ def owner(
     if not probe_at:
         page[:] = probe
         probe_at = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        register(agent, [head, data, Memory(probe_at, PROBE_BYTES)])
+        register(agent, [head, data, ChildMemory(probe_at, PROBE_BYTES)])
     else:
         register(agent, [head, data])
     way = [name, agent.get_agent_metadata(), head.address, data.address, probe_at, probe]
@@ -203,11 +203,11 @@ def owner(
             parent.answer(request[1], OK, way)
 
 
-def mapped_file(path: str, *, writable: bool) -> Memory:
+def mapped_file(path: str, *, writable: bool) -> ChildMemory:
     fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     size_bytes = os.fstat(fd).st_size
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    found = Memory(map_file(fd, size_bytes, protection), size_bytes)
+    found = ChildMemory(map_file(fd, size_bytes, protection), size_bytes)
     os.close(fd)
     return found
 
@@ -254,7 +254,7 @@ class ReadingAgent:
         size_bytes = os.fstat(arena_fd).st_size
         at = map_file(arena_fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(arena_fd)
-        self._arenas = [Memory(at, size_bytes)]
+        self._arenas = [ChildMemory(at, size_bytes)]
         if vram:
             self._arenas.append(device_memory(*vram, writable=True))
         register(self._agent, self._arenas)

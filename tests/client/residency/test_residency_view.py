@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.client.residency import view as module
-from kvstore.client.residency.view import Message, NodeView, message_of
+from kvstore.client.residency.view import EventsMessage, NodeView, message_of
 from kvstore.errors import PeerError
 from kvstore.limits import EVENTS_ANSWER_S, EVENTS_SILENT_S
 from kvstore.protocol.block_events import (
@@ -30,8 +30,8 @@ def keys(*numbers: int) -> set[bytes]:
     return set(map(key, numbers))
 
 
-def stored(sequence: int, *numbers: int, source: Source = NODE) -> Message:
-    return Message(source, sequence, [BlockChanges(False, [], list(map(key, numbers)))])
+def stored(sequence: int, *numbers: int, source: Source = NODE) -> EventsMessage:
+    return EventsMessage(source, sequence, [BlockChanges(False, [], list(map(key, numbers)))])
 
 
 def part(sequence: int, *numbers: int, cleared: bool = False, source: Source = NODE) -> list[bytes]:
@@ -159,9 +159,9 @@ def test_an_answer_that_repeats_what_is_known_is_not_applied_again() -> None:
 def test_what_was_said_before_is_not_applied_again() -> None:
     view = in_sync(1, 2, sequence=7)
     changes = [BlockChanges(False, [key(1)], [])]
-    assert view.published(Message(NODE, 7, changes), NOW) is None
+    assert view.published(EventsMessage(NODE, 7, changes), NOW) is None
     assert view.keys == keys(1, 2)
-    assert view.published(Message(NODE, 8, changes), NOW) is None
+    assert view.published(EventsMessage(NODE, 8, changes), NOW) is None
     assert view.keys == keys(2)
     assert view.gaps == 0
 
@@ -233,7 +233,7 @@ def test_a_message_clears_first_then_removes_then_adds_up_to_a_limit(
         BlockChanges(False, [key(4)], [key(4), key(5)]),
         BlockChanges(False, [key(5)], [key(6)]),
     ]
-    view.published(Message(NODE, 8, changes), NOW)
+    view.published(EventsMessage(NODE, 8, changes), NOW)
     assert view.keys == keys(4, 6)
     monkeypatch.setattr(module, "EVENT_BLOCKS_MAX", 3)
     view.published(stored(9, 7), NOW)

@@ -170,7 +170,7 @@ def test_what_looks_like_values_in_a_text_is_none(no_index: Locator, marks: str)
     ],
 )
 def test_a_text_hides_no_values(raw: bytes) -> None:
-    with pytest.raises(incoming.RefusedError, match="more than") as refused:
+    with pytest.raises(incoming.BodyRefusedError, match="more than") as refused:
         incoming._json_object(raw)
     assert refused.value.status == 413
 

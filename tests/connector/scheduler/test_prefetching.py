@@ -19,7 +19,7 @@ from stores import NodeProcess
 
 from connector.metrics import Counts
 from connector.scheduler.lazy_store import LazyStore
-from connector.scheduler.prefetching import Prefetcher, Wanted, bring
+from connector.scheduler.prefetching import PrefetchBlock, Prefetcher, bring
 from connector.scheduler.request_settings import RequestSettings
 from kvstore import BlockSession, Key, Limits, Reservation, StreamSecurity
 
@@ -166,10 +166,10 @@ def test_a_block_that_changes_while_it_is_read_is_not_sealed(
             return map(Changing, near.views(found, *more))
 
     results: Counter[str] = Counter()
-    bring([Wanted(found, NAMESPACE.id)], Store(), results)  # type: ignore[arg-type]
+    bring([PrefetchBlock(found, NAMESPACE.id)], Store(), results)  # type: ignore[arg-type]
     assert results == {"lost": 1}
     assert here(near, keys) == []
-    bring([Wanted(found, NAMESPACE.id)], near, results)
+    bring([PrefetchBlock(found, NAMESPACE.id)], near, results)
     assert results == {"lost": 1, "yes": 1}
 
 

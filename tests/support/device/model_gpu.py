@@ -27,7 +27,7 @@ from connector.copiers.cuda.kernel_plan import (
     layout_of,
 )
 from connector.copiers.cuda.page_lock import address_of
-from kvstore.cuda.base import Event, wait
+from kvstore.cuda.base import CudaEvent, wait
 from kvstore.testing.cuda import ModelCuda
 
 PATIENCE_S = 60.0
@@ -36,7 +36,7 @@ BUFFERS = 3
 PAGES_MAX = 1 << 10
 
 
-def reached(event: Event) -> None:
+def reached(event: CudaEvent) -> None:
     """Return when `event` has come, as `cuEventSynchronize` does."""
     assert wait(event, time.monotonic() + PATIENCE_S), "the model of a device stands still"
 
@@ -47,10 +47,10 @@ class GpuStream:
     def __init__(self, cuda: ModelCuda) -> None:
         self.stream = cuda.stream()
 
-    def mark(self, number: int) -> Event:
+    def mark(self, number: int) -> CudaEvent:
         return self.stream.record()
 
-    def follow(self, mark: Event) -> None:
+    def follow(self, mark: CudaEvent) -> None:
         self.stream.launch(lambda: reached(mark))
 
     def wait(self) -> None:
@@ -149,10 +149,10 @@ class ModelGpu:
     def apart(self, place: HostPlace) -> Iterator[tuple[int, HostPlace]]:
         yield 0, place
 
-    def mark_ready(self) -> Event:
+    def mark_ready(self) -> CudaEvent:
         return self.compute.record()
 
-    def wait_ready(self, token: Event | None) -> None:
+    def wait_ready(self, token: CudaEvent | None) -> None:
         if token is not None:
             reached(token)
 

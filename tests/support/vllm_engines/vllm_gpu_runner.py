@@ -38,7 +38,7 @@ from connector.copiers import registered
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.cuda.base import Event
+    from kvstore.cuda.base import CudaEvent
 
 ZEROED = 0
 
@@ -90,7 +90,7 @@ class AllReduce:
 class AsyncOutput(AsyncModelRunnerOutput):
     """A step's output; its tokens are there when the device has come so far."""
 
-    def __init__(self, output: ModelRunnerOutput, tokens: list[list[int]], done: Event) -> None:
+    def __init__(self, output: ModelRunnerOutput, tokens: list[list[int]], done: CudaEvent) -> None:
         self.output, self._tokens, self._done = output, tokens, done
 
     def get_output(self) -> ModelRunnerOutput:

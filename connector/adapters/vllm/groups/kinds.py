@@ -34,7 +34,7 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GroupKind:
     """Says what is true of one class of specs."""
 
     fate: Fate
@@ -44,23 +44,23 @@ class Kind:
 NEEDED = "and every token needs it"
 OWN_REQUEST = "vLLM shares it between no requests: it is empty where a hit ends"
 KINDS = {
-    "FullAttentionSpec": Kind(Fate.STORED),
-    "MLAAttentionSpec": Kind(Fate.STORED),
-    "SinkFullAttentionSpec": Kind(Fate.STORED),
-    "RSWASpec": Kind(Fate.STORED, "prompts only"),
-    "HiddenStateCacheSpec": Kind(Fate.STORED),
-    "SlidingWindowSpec": Kind(Fate.STORED),
-    "SlidingWindowMLASpec": Kind(Fate.STORED),
-    "ChunkedLocalAttentionSpec": Kind(Fate.STORED),
-    "MambaSpec": Kind(Fate.STORED),
-    "CircularBufferSpec": Kind(Fate.LEFT_OUT, OWN_REQUEST),
-    "HiSparseHotSpec": Kind(Fate.LEFT_OUT, "vLLM makes it from another group"),
-    "HiSparseResidentSpec": Kind(Fate.LEFT_OUT, "vLLM makes it from another group"),
-    "CrossAttentionSpec": Kind(
+    "FullAttentionSpec": GroupKind(Fate.STORED),
+    "MLAAttentionSpec": GroupKind(Fate.STORED),
+    "SinkFullAttentionSpec": GroupKind(Fate.STORED),
+    "RSWASpec": GroupKind(Fate.STORED, "prompts only"),
+    "HiddenStateCacheSpec": GroupKind(Fate.STORED),
+    "SlidingWindowSpec": GroupKind(Fate.STORED),
+    "SlidingWindowMLASpec": GroupKind(Fate.STORED),
+    "ChunkedLocalAttentionSpec": GroupKind(Fate.STORED),
+    "MambaSpec": GroupKind(Fate.STORED),
+    "CircularBufferSpec": GroupKind(Fate.LEFT_OUT, OWN_REQUEST),
+    "HiSparseHotSpec": GroupKind(Fate.LEFT_OUT, "vLLM makes it from another group"),
+    "HiSparseResidentSpec": GroupKind(Fate.LEFT_OUT, "vLLM makes it from another group"),
+    "CrossAttentionSpec": GroupKind(
         Fate.REFUSED,
         "vLLM computes it from the encoder only when it computes the first token",
     ),
-    "EncoderOnlyAttentionSpec": Kind(Fate.REFUSED, "it attends to all tokens in every step"),
+    "EncoderOnlyAttentionSpec": GroupKind(Fate.REFUSED, "it attends to all tokens in every step"),
 }
 """By the name of the class, each that vLLM 0.32 and 0.33 give to a layer."""
 

@@ -32,7 +32,7 @@ SEEN_LOST_S = 0.01
 """How soon one side notices that the other has hung up, at most."""
 
 
-class Message:
+class SentMessage:
     """Shows a message in a trace; it is read only when somebody reads the trace."""
 
     def __init__(self, raw: bytes) -> None:
@@ -81,7 +81,7 @@ class Wire:
 
     def _carry(self, direction: int, data: bytes, deliver: Callable[[], None]) -> None:
         world, rng, faults = self._world, self._world.rng, self._world.faults
-        world.note(("asks", "answers")[direction], Message(data), self._client.name)
+        world.note(("asks", "answers")[direction], SentMessage(data), self._client.name)
         silent = direction in self._loop.lost
         if self.broken or silent or rng.random() < faults.dropped:
             world.note("message lost")

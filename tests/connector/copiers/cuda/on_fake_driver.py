@@ -102,10 +102,10 @@ def cuda() -> Any:
 class TestCudaLane(KVBlocksContract):
     @pytest.fixture(autouse=True)
     def _device(self, cuda: Any) -> None:
-        from connector.copiers.cuda.queue import CudaDevice
+        from connector.copiers.cuda.queue import QueuedDevice
 
         pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
-        type(self).device = CudaDevice(cuda, 1 << 20, 1 << 10, pool)
+        type(self).device = QueuedDevice(cuda, 1 << 20, 1 << 10, pool)
 
     def blocks(self, case: Case, seed: int) -> KVCopier:
         layout = layout_of(case.layers, case.shape.geometry, case.shape.block_tokens)
@@ -134,13 +134,13 @@ def batches() -> tuple[int, int]:
 
 def saved_and_loaded(cuda: Any, forget: Callable[[Any], None] = lambda device: None) -> bool:
     """Whether forty payloads go there and back, through few and small buffers."""
-    from connector.copiers.cuda.queue import CudaDevice
+    from connector.copiers.cuda.queue import QueuedDevice
 
     shape = Shape(layers=3, engine_blocks=80)
     case, other = Case(shape, 1), Case(shape, 2)
     payload_bytes = case.payload([0, 1]).size
     pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
-    device = CudaDevice(cuda, 4 * payload_bytes, 1 << 10, pool, buffers=2)
+    device = QueuedDevice(cuda, 4 * payload_bytes, 1 << 10, pool, buffers=2)
     forget(device)
     outs = [bytearray(payload_bytes) for _ in range(40)]
     ids = [[2 * i, 2 * i + 1] for i in range(40)]
@@ -238,7 +238,7 @@ def cost_of(work: Callable[[], object]) -> Cost:
 
 def costs(cuda: Any, shape: Shape, blocks: int, *, in_one_piece: bool = False) -> list[Cost]:
     """Of saving and of loading that many store blocks."""
-    from connector.copiers.cuda.queue import CudaDevice
+    from connector.copiers.cuda.queue import QueuedDevice
 
     pages, channel_bytes = blocks * shape.blocks_per_payload, shape.channels
     page_bytes = shape.page_tokens * shape.heads * channel_bytes
@@ -264,7 +264,7 @@ def costs(cuda: Any, shape: Shape, blocks: int, *, in_one_piece: bool = False) -
     assert layout.in_one_piece == in_one_piece
     pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
     copier = DeviceCopier(
-        layout, CudaDevice(cuda, staging_buffer_bytes([layout]), DEVICE_PAGES_MAX, pool)
+        layout, QueuedDevice(cuda, staging_buffer_bytes([layout]), DEVICE_PAGES_MAX, pool)
     )
     payload = memoryview(bytearray(layout.payload_bytes))
     tables = [list(range(pages))[i::blocks] for i in range(blocks)]

@@ -22,7 +22,7 @@ def token_order(
     cuda: Any, shape: Shape, blocks: int, layer_stride: int, page_stride: int, *, fill: bytes = b""
 ) -> tuple[PagedLayout, DeviceCopier, OnDevice]:
     """Pages of all heads within a token, such as vLLM's LBNHC has, for payloads in this order."""
-    from connector.copiers.cuda.queue import CudaDevice
+    from connector.copiers.cuda.queue import QueuedDevice
 
     room = OnDevice(shape.layers * blocks * shape.blocks_per_payload * shape.page_bytes)
     ctypes.memmove(room.data_ptr(), fill, len(fill))
@@ -45,7 +45,7 @@ def token_order(
         token_order=True,
     )
     pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
-    device = CudaDevice(cuda, staging_buffer_bytes([layout]), DEVICE_PAGES_MAX, pool)
+    device = QueuedDevice(cuda, staging_buffer_bytes([layout]), DEVICE_PAGES_MAX, pool)
     return layout, DeviceCopier(layout, device), room
 
 
