@@ -52,6 +52,10 @@ def wait_until(condition, what: str, timeout_s: float = START_TIMEOUT_S) -> None
         time.sleep(0.01)
 
 
+ENDED_WITHIN_S = 60.0
+"""What was killed: a machine that is short of memory takes its time to free it."""
+
+
 class RedisServer:
     """One redis-server on a Unix socket, and on a TCP port if `port` is given."""
 
@@ -102,7 +106,7 @@ class RedisServer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(ENDED_WITHIN_S)
 
     def restart(self) -> None:
         self.kill()
