@@ -172,19 +172,24 @@ def test_what_a_connector_has_started_ends_with_the_run(monkeypatch: pytest.Monk
         "print('deaf', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", deaf]
-    with conformance.bench_of({}) as bench:
-        env = {**os.environ, "TMPDIR": str(bench.tmp)}
-        pipe = subprocess.PIPE
-        server = subprocess.Popen(command, env=env, start_new_session=True, stdout=pipe)
-        other = subprocess.Popen(command, stdout=pipe)
-        for process in (server, other):
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"deaf\n"
-    with server, other:
+    started = []
+    try:
+        with conformance.bench_of({}) as bench:
+            for env in ({**os.environ, "TMPDIR": str(bench.tmp)}, None):
+                process = subprocess.Popen(
+                    command, env=env, start_new_session=env is not None, stdout=subprocess.PIPE
+                )
+                started.append(process)
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"deaf\n"
+        server, other = started
         assert server.wait(10) == -9
         assert other.poll() is None
         assert not bench.work.exists()
-        other.kill()
+    finally:
+        for process in started:
+            with process:
+                process.kill()
 
 
 BUSY_ENGINE = """

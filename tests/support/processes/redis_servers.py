@@ -27,6 +27,8 @@ from kvstore.index.embedded_redis.server import find_server
 from kvstore.testing.stopping import stop
 
 START_TIMEOUT_S = 20.0
+ENDED_WITHIN_S = 60.0
+"""What was killed: a machine that is short of memory takes its time to free it."""
 SLOTS = 16384
 _libc = ctypes.CDLL(None)
 
@@ -50,10 +52,6 @@ def wait_until(condition, what: str, timeout_s: float = START_TIMEOUT_S) -> None
     while not condition():
         assert time.monotonic() < deadline, f"{what} within {timeout_s} s"
         time.sleep(0.01)
-
-
-ENDED_WITHIN_S = 60.0
-"""What was killed: a machine that is short of memory takes its time to free it."""
 
 
 class RedisServer:

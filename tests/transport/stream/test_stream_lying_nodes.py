@@ -262,7 +262,7 @@ def test_more_blocks_than_were_asked_for_end_the_connection(word):
     def answer(channel):
         send(channel, BEGIN, PAYLOAD)
         # In one call: nothing between them, so the next request finds them there.
-        channel.send([END(channel.seals.sent), b"more"], far())
+        channel.send([END(channel.seals.sent), PAYLOAD], far())
 
     liar = Liar(answer)
     transport = StreamTransport(SECURITY)
