@@ -139,25 +139,24 @@ def _measure_first(fresh: Any, prompts: list[list[int]]) -> list[Row]:
     """Load one prompt after the other into an engine that has done nothing before, and have it hit
     its own cache with the same prompt right after: nothing is computed or saved in between."""
     whole = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
-    rows: list[Row] = []
-    for number, prompt in enumerate(prompts, 1):
-        took_ms = []
-        for _ in ("from the store", "its own"):
-            time.sleep(QUIET_S)
-            done = fresh.generate([prompt], max_tokens=2)[0]
-            if done.cached_tokens != whole:
-                raise AssertionError(f"{done.cached_tokens} tokens cached instead of {whole}")
-            took_ms.append(round(done.ttft_s * 1e3, 1))
-        rows.append(
-            {
-                "case": f"hit {number} of a fresh engine",
-                "ttft_ms": took_ms[0],
-                "own_hit_ms": took_ms[1],
-                "prompt_tokens": PROMPT_TOKENS,
-                "repetitions": 1,
-            }
-        )
-    return rows
+
+    def hit_ms(prompt: list[int]) -> float:
+        time.sleep(QUIET_S)
+        done = fresh.generate([prompt], max_tokens=2)[0]
+        if done.cached_tokens != whole:
+            raise AssertionError(f"{done.cached_tokens} tokens cached instead of {whole}")
+        return round(float(done.ttft_s) * 1e3, 1)
+
+    return [
+        {
+            "case": f"hit {number} of a fresh engine",
+            "ttft_ms": hit_ms(prompt),
+            "own_hit_ms": hit_ms(prompt),
+            "prompt_tokens": PROMPT_TOKENS,
+            "repetitions": 1,
+        }
+        for number, prompt in enumerate(prompts, 1)
+    ]
 
 
 def _measure(alone: Any, idle: Any, stored: Any, count: int) -> list[Row]:

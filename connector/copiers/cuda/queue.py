@@ -201,7 +201,8 @@ class CudaLane:
 
 
 class QueuedDevice:
-    """Implements `Device`."""
+    """Implements `Device` on a CUDA device: copies are queued on a lane for saves and one for
+    loads."""
 
     def __init__(
         self,
