@@ -316,7 +316,9 @@ def _vllm(repetitions: int) -> list[Row]:
                 max_batched_tokens=4096,
                 extra={"async_scheduling": False},  # the same for both
             )
-            return EngineProcess(model, settings, log=Path(where) / f"engine{layerwise}.log")
+            return EngineProcess(
+                model, settings, log=Path(where) / f"engine{layerwise}.log", fresh=True
+            )
 
         with engine(False) as off, engine(True) as on:
             return _engine_rows({"between steps": off, "by layers": on}, repetitions)

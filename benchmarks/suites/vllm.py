@@ -79,7 +79,8 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
             )
 
         def engine(connector: dict[str, Any] | None, name: str) -> EngineProcess:
-            return EngineProcess(model, settings(connector), log=Path(where) / f"{name}.log")
+            log = Path(where) / f"{name}.log"
+            return EngineProcess(model, settings(connector), log=log, fresh=True)
 
         with engine(None, "alone") as alone:
             with engine(transfer, "stored") as stored:

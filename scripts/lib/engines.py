@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite_names
+from engine_template import ForkedProcess, can_be_forked, fork_engine
 from tiny_models import ModelShape as ModelShape
 from tiny_models import build_model as build_model
 from tiny_models import cpu_dtype as cpu_dtype
@@ -91,10 +92,13 @@ class EngineProcess:
         python: Path | None = None,
         call_timeout_s: float = CALL_TIMEOUT_S,
         cwd: Path | None = None,
+        fresh: bool = False,
     ) -> None:
         """`program` is what runs in the process: this file, or another that calls `serve`. `python`
         runs it, where it is not the caller's. `on` is a command that starts what follows it
-        somewhere else (`Hosts.command`). Calls that take longer raise `TimeoutError`."""
+        somewhere else (`Hosts.command`). Calls that take longer raise `TimeoutError`. A `fresh`
+        one imports vLLM itself, as an engine of a user does, or none of it; others are forked
+        (engine_template.py) where they can be."""
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -111,15 +115,28 @@ class EngineProcess:
         self.log = log
         self._call_timeout_s = call_timeout_s
         self._log = log.open("wb") if log is not None else None
-        self._process = subprocess.Popen(
-            [*on, str(python or sys.executable), str(program), str(theirs.fileno()), request],
-            pass_fds=[theirs.fileno()],
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log or subprocess.DEVNULL,
-            stderr=subprocess.STDOUT if self._log else subprocess.DEVNULL,
-        )
+        python_path, command = str(python or sys.executable), [str(program), str(theirs.fileno())]
+        command.append(request)
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        if fresh or on or not can_be_forked(settings.env):
+            self._process = subprocess.Popen(
+                [*on, python_path, *command],
+                pass_fds=[theirs.fileno()],
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log or subprocess.DEVNULL,
+                stderr=subprocess.STDOUT if self._log else subprocess.DEVNULL,
+            )
+        else:
+            self._process = fork_engine(
+                python_path,
+                command,
+                environment,
+                pass_fd=theirs.fileno(),
+                cwd=cwd,
+                log=self._log,
+            )
         theirs.close()
         self._socket = ours
         self._lines = ours.makefile("rwb")

@@ -211,7 +211,8 @@ import sys
 from pathlib import Path
 import engines
 settings = engines.EngineSettings(env={{"PYTHONPATH": {str(PROJECT / "scripts" / "lib")!r}}})
-print(engines.EngineProcess(Path("m"), settings, program=Path({str(program)!r})).pid, flush=True)
+program = Path({str(program)!r})
+print(engines.EngineProcess(Path("m"), settings, program=program, fresh=True).pid, flush=True)
 sys.stdin.read()
 """
     env = {**os.environ, "PYTHONPATH": str(PROJECT / "scripts" / "lib")}

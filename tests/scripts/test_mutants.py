@@ -62,6 +62,8 @@ def test_each_change_is_one_bug_in_a_function_and_leaves_the_rest(mutants, tree)
         (8, "a > b  ->  a >= b"),
     ]
     assert len({m.text for m in found}) == 3
+    named = mutants.mutants_of(FILE, tree, texts=False)
+    assert [m.name for m in named] == [m.name for m in found]
     assert "if a >= b:" in found[2].text
 
 
@@ -81,7 +83,7 @@ def test_tests_that_fail_without_a_bug_end_it(mutants, tree):
 def test_what_is_accepted_is_still_there_and_has_a_reason(mutants):
     """Who changes such a line asks anew whether a test notices."""
     for path, survivors in mutants.accepted().items():
-        names = {mutant.name for mutant in mutants.mutants_of(Path(path))}
+        names = {mutant.name for mutant in mutants.mutants_of(Path(path), texts=False)}
         assert not set(survivors) - names, path
         assert all(len(reason) > 10 for reason in survivors.values())
 

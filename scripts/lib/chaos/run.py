@@ -268,7 +268,7 @@ def start_engines(
         )
         program = LIB / ("synthetic.py" if options.no_engine else "engines.py")
         log = options.out / f"engine-{number}.log"
-        engine = EngineProcess(model, settings, log, program)
+        engine = EngineProcess(model, settings, log, program, fresh=options.no_engine)
         stack.callback(engine.close)
         return engine
 

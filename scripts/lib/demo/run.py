@@ -100,7 +100,7 @@ class Demo:
             )
             program = LIB / ("engines.py" if self.engine else "synthetic.py")
             log = self.out / f"{name.replace(' ', '-')}.log"
-            self.engines[name] = EngineProcess(model, settings, log, program)
+            self.engines[name] = EngineProcess(model, settings, log, program, fresh=not self.engine)
             progress.advance(task)
 
         with ThreadPoolExecutor(len(roles)) as pool:

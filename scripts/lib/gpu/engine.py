@@ -71,7 +71,7 @@ def check(folder: Path) -> list[str]:
             name = f"{role}{' with VRAM' if vram else ''}"
             log = folder / f"{role}.log"
             try:
-                engine = EngineProcess(model, settings(folder, role, vram), log)
+                engine = EngineProcess(model, settings(folder, role, vram), log, fresh=True)
             except RuntimeError as e:
                 return [*wrong, f"{name}: {e}", *log.read_text().splitlines()[-40:]]
             engines.append(engine)  # the producer goes on: its VRAM is read

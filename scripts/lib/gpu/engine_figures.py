@@ -128,7 +128,7 @@ def main() -> int:
             )
             log = folder / f"{name}.log"
             try:
-                return EngineProcess(model, settings, log)
+                return EngineProcess(model, settings, log, fresh=True)
             except RuntimeError:
                 print(*log.read_text().splitlines()[-40:], sep="\n", file=sys.stderr)
                 raise

@@ -149,8 +149,9 @@ def places(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[ast.AST, st
             yield from places(node, inside=within)
 
 
-def mutants_of(path: Path, root: Path = ROOT) -> list[Mutant]:
-    """Return every bug that can be planted in that file."""
+def mutants_of(path: Path, root: Path = ROOT, *, texts: bool = True) -> list[Mutant]:
+    """Return every bug that can be planted in that file; without `texts` their names alone, which
+    takes a tenth of the time."""
     tree = ast.parse((root / path).read_text())
     functions, statements = _spans(tree)
     found = []
@@ -160,7 +161,7 @@ def mutants_of(path: Path, root: Path = ROOT) -> list[Mutant]:
         for other in variants(node):
             _put(parent, field, at, other)
             words = f"{_short(node)}  ->  {_short(other)}"
-            text = ast.unparse(ast.fix_missing_locations(tree))
+            text = ast.unparse(ast.fix_missing_locations(tree)) if texts else ""
             function, whole = _innermost(functions, node.lineno)
             _, lines = _innermost(statements, node.lineno)
             first = (lines or whole)[0]
