@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)  # of a machine that is busy with other th
 
 SEEDS = int(os.environ.get("KVSTORE_SIM_SEEDS", "1000"))
 SEEDS_A_TEST = 100
-QUICK_SEEDS = 500
+QUICK_SEEDS = 200
 """Without the tests that are long."""
 QUIET = Faults().calm()
 SHORT_S = (0.6, 0.6)

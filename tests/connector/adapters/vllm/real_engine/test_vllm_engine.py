@@ -13,6 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,8 +114,8 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         return engine
 
     yield one
-    for engine in engines:
-        engine.close()
+    with ThreadPoolExecutor(len(engines)) as pool:
+        list(pool.map(EngineProcess.close, engines))
 
 
 @pytest.fixture(scope="module")
