@@ -16,9 +16,10 @@ holes. Nothing is evicted for that; what may be moved for one request is limited
 Eviction, when nothing fits and nothing can be moved: the cheapest window of neighbouring
 free and evictable extents that holds the request, around any of the coldest `COLD_TRIED`
 blocks. Cost is the bytes of live blocks in it, those of hot blocks counted up to `1 + HEAT`
-times. A window ends at what is reserved, pinned or retained; when one hides behind such slots,
-the whole segment is looked through. Where retained blocks alone leave none, those in the way of
-the cheapest window move to where others are evicted. What follows:
+times. A window ends at what is reserved, pinned or retained. When such slots shut all of those
+blocks in, the window is that of the coldest which they do not, and only when that is none of the
+next `COLD_LOOKED` the whole segment is looked through. Where retained blocks alone leave none,
+those in the way of the cheapest window move to where others are evicted. What follows:
 
 - as long as some run of free and evictable extents is large enough, there is space;
 - a block that is as large as the request is evicted alone, so room for a small value
@@ -43,7 +44,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, chain, islice, takewhile
 from typing import NamedTuple
 
 from kvstore.core.memory.eviction import LRU, PolicyFactory
@@ -60,6 +61,10 @@ from kvstore.limits import (
 
 COLD_TRIED = 8
 """Of the blocks that could go, coldest first, around how many room is looked for."""
+COLD_LOOKED = 1024
+"""How many more are looked at while there is none: those that a request of many values has shut in
+between what it has reserved already, for example. To look through a whole segment takes 4 us a
+block."""
 HEAT = 4
 """How many times more than its bytes the block costs that was used last."""
 SMALL_PART = 1024
@@ -344,19 +349,26 @@ class Allocator:
         alike = list(takewhile(lambda slot: slot.size == size, islice(coldest, count)))
         if alike:
             return alike
-        cold = [self._slots[i] for i in islice(self._evictable.coldest(), COLD_TRIED)]
-        if not cold:
+        coldest = map(self._slots.__getitem__, self._evictable.coldest())
+        first = next(coldest, None)
+        if first is None:
             return []
-        seeds = [Extent(slot.start, slot.size, slot) for slot in cold]
-        cost = self._evict_cost(cold[0])
-        windows = (self._window(self._around(seed, size, _may_go), size, cost) for seed in seeds)
-        best = min(filter(None, windows), key=lambda found: found.cost, default=None)
+        cost = self._evict_cost(first)
+        windows = (self._around_block(slot, size, cost) for slot in chain([first], coldest))
+        tried = filter(None, islice(windows, COLD_TRIED))
+        best = min(tried, key=lambda found: found.cost, default=None)
+        best = best or next(filter(None, islice(windows, COLD_LOOKED)), None)
         best = best or self._anywhere(size, cost, _may_go)
         return [] if best is None else best.slots
 
     def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
         age, since = max(1, self._tick - coldest.last_use), coldest.last_use
         return lambda slot: slot.size * (age + HEAT * max(0, slot.last_use - since))
+
+    def _around_block(self, slot: Slot, size: int, cost: Callable[[Slot], int]) -> Window | None:
+        """The cheapest window with that block; none between slots that may not go."""
+        seed = Extent(slot.start, slot.size, slot)
+        return self._window(self._around(seed, size, _may_go), size, cost)
 
     def _around(
         self, seed: Extent, size: int, may: Callable[[Slot], bool], at_most: int = sys.maxsize
