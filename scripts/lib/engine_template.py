@@ -1,7 +1,7 @@
 """Forks engines' processes from one that has imported vLLM: three quarters of what it takes to
 start a small engine is that import.
 
-    process = fork_engine(python, ["engines.py", "7"], environment, pass_fd=7)
+    process = fork_engine([python], ["engines.py", "7"], environment, pass_fd=7)
 
 A template is a process of its own, one for each Python, that lives as long as its caller. It does
 nothing but import, so what it forks is a process like one that was started, with a program,
@@ -136,8 +136,30 @@ _templates: dict[str, Template] = {}
 _lock = threading.Lock()
 
 
+def start_engine(
+    on: Sequence[str],
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    pass_fd: int,
+    cwd: Path | None = None,
+    log: BinaryIO | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start `command` (a program's path and its arguments), which inherits `pass_fd` by that
+    number, on the Python that `on` ends with."""
+    return subprocess.Popen(
+        [*on, *command],
+        pass_fds=[pass_fd],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log or subprocess.DEVNULL,
+        stderr=subprocess.STDOUT if log else subprocess.DEVNULL,
+    )
+
+
 def fork_engine(
-    python: str,
+    on: Sequence[str],
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
@@ -145,8 +167,9 @@ def fork_engine(
     cwd: Path | None = None,
     log: BinaryIO | None = None,
 ) -> ForkedProcess:
-    """Start `command` (a program's path and its arguments), which inherits `pass_fd` by that
-    number. Raises `RuntimeError` when the template ends."""
+    """As `start_engine` from the template of a Python, which is all that `on` names. Raises
+    `RuntimeError` when the template ends."""
+    (python,) = on
     with _lock:
         template = _templates.get(python)
         if template is None or not template.alive:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite_names
-from engine_template import ForkedProcess, can_be_forked, fork_engine
+from engine_template import can_be_forked, fork_engine, start_engine
 from tiny_models import ModelShape as ModelShape
 from tiny_models import build_model as build_model
 from tiny_models import cpu_dtype as cpu_dtype
@@ -115,28 +115,17 @@ class EngineProcess:
         self.log = log
         self._call_timeout_s = call_timeout_s
         self._log = log.open("wb") if log is not None else None
-        python_path, command = str(python or sys.executable), [str(program), str(theirs.fileno())]
-        command.append(request)
-        self._process: subprocess.Popen[bytes] | ForkedProcess
-        if fresh or on or not can_be_forked(settings.env):
-            self._process = subprocess.Popen(
-                [*on, python_path, *command],
-                pass_fds=[theirs.fileno()],
-                cwd=cwd,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log or subprocess.DEVNULL,
-                stderr=subprocess.STDOUT if self._log else subprocess.DEVNULL,
-            )
-        else:
-            self._process = fork_engine(
-                python_path,
-                command,
-                environment,
-                pass_fd=theirs.fileno(),
-                cwd=cwd,
-                log=self._log,
-            )
+        arguments = [str(program), str(theirs.fileno()), request]
+        forked = not (fresh or on) and can_be_forked(settings.env)
+        start = fork_engine if forked else start_engine
+        self._process = start(
+            [*on, str(python or sys.executable)],
+            arguments,
+            environment,
+            pass_fd=theirs.fileno(),
+            cwd=cwd,
+            log=self._log,
+        )
         theirs.close()
         self._socket = ours
         self._lines = ours.makefile("rwb")

@@ -24,7 +24,8 @@ def test_one_that_saves_and_one_that_loads_start_and_share_kv(
 class Engine:
     """Finds its prefix, and says that it runs as vLLM without a device does."""
 
-    def __init__(self, model: Path, settings: Any, log: Path) -> None:
+    def __init__(self, model: Path, settings: Any, log: Path, *, fresh: bool) -> None:
+        assert fresh
         extra = settings.extra
         assert extra["enforce_eager"] is False
         self._loads = settings.connector["kv_role"] != "kv_producer"

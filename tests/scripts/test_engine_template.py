@@ -53,7 +53,7 @@ def started(program: Path, number: int) -> tuple[ForkedProcess, socket.socket, P
     with theirs, (folder / "log").open("wb") as log:
         command = [str(program), str(theirs.fileno()), "of", str(number)]
         process = fork_engine(
-            sys.executable, command, environment, pass_fd=theirs.fileno(), cwd=folder, log=log
+            [sys.executable], command, environment, pass_fd=theirs.fileno(), cwd=folder, log=log
         )
     return process, ours, folder
 

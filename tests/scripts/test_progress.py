@@ -52,7 +52,7 @@ def test_at_a_terminal_there_are_bars(progress) -> None:
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-euc", f". {LIB}/progress.sh; {script}"],
+        ["bash", "-euc", f". {LIB}/sh/progress.sh; {script}"],
         env={"SAY_EVERY_S": "0.2", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
