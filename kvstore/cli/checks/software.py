@@ -11,7 +11,7 @@ from pathlib import Path
 import kvstore
 from kvstore import keys
 from kvstore.cli.checks.base import Context, Finding, Level, ask_python, read_text
-from kvstore.compiled import part
+from kvstore.compiled import key_set, part
 from kvstore.config_file import read_config
 from kvstore.cuda.versions import install_command
 from kvstore.errors import UsageError
@@ -136,14 +136,17 @@ def packages(context: Context) -> list[Finding]:
 
 
 def _compiled_part() -> Finding:
-    """Which reader of blocks, hash of keys and writer of headers this host's processes have."""
+    """Which reader of blocks, hash of keys, writer of headers and sets of keys this host's
+    processes have."""
     name = batch_read.READER.name
     hashed = "in Python" if keys.HASHER is keys.IN_PYTHON else "by it too"
     writes = part.load(part.wanted(), part.BLOCK_WRITES, part.BLOCK_WRITES_SOURCE)
     written = "in Python" if writes is None else "by it too"
+    kept = "in Python" if key_set.new_key_set is key_set.PythonKeySet else "by it too"
     if isinstance(batch_read.READER, batch_read.CompiledReader):
-        said = f"blocks of this host are read by the {name} part"
-        return Finding(Level.OK, f"{said}, keys are hashed {hashed}, headers written {written}")
+        said = f"blocks of this host are read by the {name} part, keys are hashed {hashed}"
+        said += f", headers written {written}, keys of nodes' events kept {kept}"
+        return Finding(Level.OK, said)
     found = f"blocks of this host are read in {name}: right, and slower for many small ones"
     if part.wanted() == "no":
         return Finding(Level.INFO, found, f"{part.COMPILED}=no asks for that")
