@@ -31,7 +31,7 @@ from kvstore.client.base import (
 from kvstore.client.client import Client
 from kvstore.client.health import Health
 from kvstore.client.local.vram_saver import VramSaver
-from kvstore.client.locator import Holder, Holders, Locator
+from kvstore.client.locator import Holder, HolderRun, HolderRuns, Holders, Locator
 from kvstore.client.missing.explanation import Explanation, FieldDifference, Missing, MissReason
 from kvstore.client.pinned import Pinned, TokenMatch
 from kvstore.client.residency.listener import Residency
@@ -80,6 +80,8 @@ __all__ = [
     "Pinned",
     "Locator",
     "Holder",
+    "HolderRun",
+    "HolderRuns",
     "Holders",
     "Residency",
     "Explanation",

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from connector import PromptKeys
 from connector.router.routing import held_at
-from kvstore import Holder, Holders, Key, Locator, MissReason, Residency, UsageError
+from kvstore import HolderRuns, Key, Locator, MissReason, Residency, UsageError
 
 log = logging.getLogger("kvstore.router")
 
@@ -117,8 +117,8 @@ class Prefixes:
         return model.keys if model is not None and model.plain else None
 
     async def where(
-        self, keys: Sequence[Key] | None, model: PromptKeys | None, tokens: Sequence[int]
-    ) -> Holders:
+        self, keys: Sequence[Key] | bytes | None, model: PromptKeys | None, tokens: Sequence[int]
+    ) -> HolderRuns:
         """Return who holds the leading blocks of `keys`, or without them of `tokens` in that model.
 
         Raises `TimeoutError`, and `UsageError` for what are no tokens.
@@ -127,10 +127,10 @@ class Prefixes:
         if keys is None and model:
             keys = model.of(tokens) if len(tokens) <= TOKENS_AT_ONCE else None
         if keys is not None and self._residency is not None and self._residency.in_sync:
-            return self._residency.leading(keys)  # a thread would cost more than the look
+            return self._residency.runs(keys)  # a thread would cost more than the look
 
-        def look() -> Holders:
-            return self._leading(model.of(tokens) if keys is None and model else keys or ())
+        def look() -> HolderRuns:
+            return self._runs(model.of(tokens) if keys is None and model else keys or ())
 
         return await self._look(look)
 
@@ -142,16 +142,16 @@ class Prefixes:
 
     def _find(self, keys: PromptKeys, tokens: Sequence[int]) -> Prefix:
         try:
-            holders = self._leading(keys.of(tokens))
+            runs = self._runs(keys.of(tokens))
         except UsageError:  # no tokens: the engine will say so
             return Prefix()
-        away = holders.short in INDEX_AWAY
-        return Prefix(tokens, keys.block_tokens, len(holders), held_at(holders), away)
+        away = runs.short in INDEX_AWAY
+        return Prefix(tokens, keys.block_tokens, runs.blocks, held_at(runs), away)
 
-    def _leading(self, wanted: Sequence[Key]) -> Holders:
+    def _runs(self, wanted: Sequence[Key] | bytes) -> HolderRuns:
         if self._residency is not None and self._residency.in_sync:
-            return self._residency.leading(wanted)
-        return self._locator.leading(wanted)
+            return self._residency.runs(wanted)
+        return HolderRuns.of(self._locator.leading(wanted))
 
     async def wait_for(self, key: Key, timeout_s: float) -> dict[str, int] | None:
         """Return who holds `key`, once it is published; nobody when that takes too long, None when
@@ -180,13 +180,13 @@ class Prefixes:
             await asyncio.sleep(pause_s)
             pause_s = max(min(pause_s * 2, POLL_MAX_S), self._waiting / POLLS_PER_S_MAX)
 
-    async def _holders(self, key: Key) -> list[Holder] | None:
+    async def _holders(self, key: Key) -> HolderRuns | None:
         """None when the index does not tell."""
         try:
             holders = await self._look(self._locator.leading, [key])
         except TimeoutError:
             return None
-        return None if holders.short in INDEX_AWAY else holders
+        return None if holders.short in INDEX_AWAY else HolderRuns.of(holders)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)

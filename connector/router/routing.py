@@ -16,13 +16,13 @@ Pure: no I/O, `now` is an argument, in seconds of one clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
 
 from connector.limits import ROUTER_LOAD_GAP_MAX
-from kvstore import Holder, UsageError
+from kvstore import HolderRun, UsageError
 
 DOWN_S = 5.0
 """How long an engine that failed is passed over, unless it answers a probe sooner."""
@@ -169,12 +169,12 @@ class EngineFleet:
         return chosen
 
 
-def held_at(holders: Sequence[Holder]) -> dict[str, int]:
+def held_at(runs: Iterable[HolderRun]) -> dict[str, int]:
     """Return how many of the leading blocks each node holds, by its name and by its host's."""
     held: dict[str, int] = {}
-    for holder in holders:
+    for holder, blocks in runs:
         for name in {holder.name, holder.host}:
-            held[name] = held.get(name, 0) + 1
+            held[name] = held.get(name, 0) + blocks
     return held
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvstore.batches import in_batches
 from kvstore.client.missing.explanation import MissReason, reason_of
 from kvstore.client.remote.node_directory import NodeDirectory
+from kvstore.compiled.key_set import split_keys
 from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.open import OpenedIndex, open_guarded
@@ -38,6 +40,35 @@ class Holders(list[Holder]):
         super().__init__()
         self.short = short
         """None when every key has a holder."""
+
+
+class HolderRun(NamedTuple):
+    """Blocks one after the other that one node holds."""
+
+    holder: Holder
+    blocks: int
+
+
+class HolderRuns(list[HolderRun]):
+    """The same as `Holders`, without an object for each block."""
+
+    __slots__ = ("short",)
+
+    def __init__(self, short: MissReason | None = None) -> None:
+        super().__init__()
+        self.short = short
+
+    @classmethod
+    def of(cls, holders: Holders) -> Self:
+        """Return the runs of what holds each block."""
+        runs = cls(holders.short)
+        runs.extend(HolderRun(holder, len(list(run))) for holder, run in groupby(holders))
+        return runs
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all runs together."""
+        return sum(run.blocks for run in self)
 
 
 class Locator:
@@ -69,8 +100,9 @@ class Locator:
         """Of its own, though a session has one (remote/peers.py): a router has no session, and
         whether it could reach a node itself is nothing to it."""
 
-    def leading(self, keys: Sequence[Key]) -> Holders:
-        """Return the holders of the longest leading run of `keys`, one each.
+    def leading(self, keys: Sequence[Key] | bytes) -> Holders:
+        """Return the holders of the longest leading run of `keys`, one each. `keys` may be the
+        bytes of all, one after the other.
 
         One round trip for every `BATCH_KEYS_MAX` keys, and one for each node not heard of
         for `NODE_BELIEVED_S`. Never raises for a peer's fault: the run is shorter then.
@@ -79,7 +111,7 @@ class Locator:
         known: dict[bytes, Holder | None] = {}
         """By node and start of it, as records have them: a prompt's blocks are on few."""
         try:
-            for batch in in_batches(keys, BATCH_KEYS_MAX):
+            for batch in in_batches(split_keys(keys), BATCH_KEYS_MAX):
                 run = self._index.match(batch)
                 for key, record in zip(batch, run, strict=False):
                     start = node_start_of(key, record)

@@ -272,6 +272,7 @@ def test_compiled_its_memory_is_given_back(compiled: Any) -> None:
         held.clear()
         for times in (1, 4, 30):
             held.update(keys * times)
+            held.tolist()
         for wrong in ([*keys, 7], 7, b"k"):
             with pytest.raises((TypeError, ValueError)):
                 held.leading(wrong, 0)
@@ -315,6 +316,7 @@ def test_one_thread_changes_it_while_others_look(empty: Callable[[], KeySet]) ->
         for _ in range(200):
             assert held.leading(raw, 0) == held.leading(stays, 0) == 300
             assert {*held.tolist()} >= {*stays}
+            assert 7 <= held.leading([*stays[:7], *comes[:60]], 0) <= 67
     finally:
         sys.setswitchinterval(before)
         ending.set()

@@ -1,8 +1,8 @@
 """Listens to which blocks nodes store and remove, so that a router knows without asking anybody.
 
 A thread reads the nodes' events (protocol/block_events.py) and adds them up (view.py); whoever
-looks keys up looks into sets of this process. What is there when it begins, and what was missed,
-is asked for.
+looks keys up looks into sets of this process (compiled/key_set.py). What is there when it begins,
+and what was missed, is asked for.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice, takewhile
-from operator import itemgetter
 from types import ModuleType, TracebackType
 from typing import Any, Self, TypeAlias
 
-from kvstore.client.locator import Holder, Holders
+from kvstore.client.locator import Holder, HolderRun, HolderRuns, Holders
 from kvstore.client.missing.explanation import MissReason
 from kvstore.client.residency.view import NodeView, message_of
+from kvstore.compiled.key_set import count_keys
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import EVENT_MESSAGE_BYTES_MAX, EVENT_MESSAGES_WAITING_MAX, EVENT_SOURCES_MAX
 from kvstore.protocol.block_events import PREFIX, endpoints_of, sequence_bytes
@@ -39,8 +38,6 @@ CLOSE_TIMEOUT_S = 2.0
 """How long `close` waits for the thread, which ends with the process."""
 AT_ONCE = 64
 """Messages of one node that are read before it is another's turn."""
-LOOKED_AT_ONCE = 64
-"""Keys that are looked up in one call, which takes half of the time of as many."""
 
 
 class Residency:
@@ -84,12 +81,21 @@ class Residency:
         """Return the keys of all blocks that are known, of each node that has one."""
         now = time.monotonic()
         nodes = [node.view for node in self._nodes if node.view.alive(now)]
-        return [key for view in nodes for key in view.keys.copy()]
+        return [key for view in nodes for key in view.keys.tolist()]
 
-    def leading(self, keys: Sequence[Key]) -> Holders:
+    def leading(self, keys: Sequence[Key] | bytes) -> Holders:
         """Return the holders of the longest leading run of `keys`, one each, as `Locator.leading`:
-        the node that has most of the run first."""
-        holders = Holders()
+        the node that has most of the run first. `keys` may be the bytes of all, one after the
+        other."""
+        runs = self.runs(keys)
+        holders = Holders(runs.short)
+        for run in runs:
+            holders += [run.holder] * run.blocks
+        return holders
+
+    def runs(self, keys: Sequence[Key] | bytes) -> HolderRuns:
+        """Return the same, as runs of blocks that one node holds."""
+        runs, found, count = HolderRuns(), 0, count_keys(keys)
         now = time.monotonic()
         there = [
             (view.keys, Holder(view.source.name, view.source.host))
@@ -97,18 +103,17 @@ class Residency:
             if view.source is not None and view.alive(now)
         ]
         if not there:
-            holders.short = MissReason.NODE_DEAD
-            return holders
-        while len(holders) < len(keys):
-            run, holder = max(
-                ((_run(held, keys, len(holders)), one) for held, one in there),
-                key=itemgetter(0),
-            )
-            if not run:
-                holders.short = MissReason.ABSENT
+            runs.short = MissReason.NODE_DEAD
+            return runs
+        while found < count:
+            each = [HolderRun(holder, held.leading(keys, found)) for held, holder in there]
+            longest = max(each, key=lambda run: run.blocks)
+            if not longest.blocks:
+                runs.short = MissReason.ABSENT
                 break
-            holders += [holder] * run
-        return holders
+            runs.append(longest)
+            found += longest.blocks
+        return runs
 
     def counts(self) -> dict[str, int]:
         """Return how many gaps were seen and snapshots taken, of all nodes together."""
@@ -159,14 +164,6 @@ class Residency:
             log.critical("listening to nodes' events ends: %s", e, exc_info=e)
         finally:
             self._context.destroy(0)
-
-
-def _run(keys: set[Key], wanted: Sequence[Key], start: int) -> int:
-    """How many of `wanted` from `start` on are leading ones among `keys`."""
-    end = start
-    while end < len(wanted) and keys.issuperset(wanted[end : end + LOOKED_AT_ONCE]):
-        end = min(end + LOOKED_AT_ONCE, len(wanted))
-    return end - start + sum(1 for _ in takewhile(keys.__contains__, islice(wanted, end, None)))
 
 
 class _Node:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from kvstore.compiled.key_set import KeySet, new_key_set
 from kvstore.errors import PeerError
 from kvstore.limits import (
     EVENT_BLOCKS_MAX,
@@ -31,7 +32,6 @@ from kvstore.protocol.block_events import (
     source_of,
     unpack_changes,
 )
-from kvstore.types import Key
 
 EVERYTHING = 0
 """The number that is asked for to have a snapshot."""
@@ -56,13 +56,13 @@ class NodeView:
 
     def __init__(self) -> None:
         self.source: Source | None = None
-        self.keys: set[Key] = set()
+        self.keys: KeySet = new_key_set()
         self.gaps = 0
         """How often something was missed."""
         self.snapshots = 0
         self._sequence = -1
         """Of the last message in `keys`."""
-        self._fresh: set[Key] | None = None
+        self._fresh: KeySet | None = None
         """Of a snapshot that is not complete."""
         self._fresh_source: Source | None = None
         self._asking = False
@@ -106,7 +106,7 @@ class NodeView:
             return self._answer_ends(now)
         message = message_of(*parts)
         if message.changes and message.changes[0].cleared and message.source != self._fresh_source:
-            self._fresh, self._fresh_source = set(), message.source
+            self._fresh, self._fresh_source = new_key_set(), message.source
             self._sequence = message.sequence
         if message.source != (self._fresh_source or self.source):
             raise PeerError(f"an answer about events comes from {message.source}")

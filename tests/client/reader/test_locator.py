@@ -12,7 +12,17 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess, announcement
 
-from kvstore import Client, Holder, Limits, Locator, MissReason
+from kvstore import (
+    Client,
+    Holder,
+    HolderRun,
+    HolderRuns,
+    Holders,
+    Limits,
+    Locator,
+    MissReason,
+    UsageError,
+)
 from kvstore.client import locator as locator_module
 from kvstore.client.remote import node_directory
 from kvstore.index.memory import MemoryIndex
@@ -53,9 +63,22 @@ def test_leading_blocks_have_the_node_that_holds_them(
     word = node.directory.announcement()
     assert word is not None
     with locator(node, elsewhere) as found:
-        run = found.leading(keys(writer))
-    assert run == [Holder("node", word.host)] * 3
-    assert run.short is MissReason.ABSENT
+        for asked in (keys(writer), b"".join(keys(writer))):
+            run = found.leading(asked)
+            assert run == [Holder("node", word.host)] * 3
+            assert run.short is MissReason.ABSENT
+        with pytest.raises(UsageError, match="must have 32 bytes each"):
+            found.leading(b"k" * 33)
+
+
+def test_holders_are_told_by_runs_too() -> None:
+    one, other = Holder("one", "h"), Holder("other", "h")
+    holders = Holders(MissReason.ABSENT)
+    assert (HolderRuns.of(holders), HolderRuns.of(holders).blocks) == ([], 0)
+    holders += [one, one, other, one]
+    runs = HolderRuns.of(holders)
+    assert runs == [HolderRun(one, 2), HolderRun(other, 1), HolderRun(one, 1)]
+    assert (runs.blocks, runs.short) == (4, MissReason.ABSENT)
 
 
 def test_a_whole_prompt_is_not_short(node: NodeProcess, writer: Client, elsewhere: Path) -> None:

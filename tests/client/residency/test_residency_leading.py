@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvstore import Residency
-from kvstore.client.residency.listener import LOOKED_AT_ONCE
+from kvstore import MissReason, Residency, UsageError
 from kvstore.client.residency.view import NodeView
+from kvstore.compiled.key_set import LOOKED_AT_ONCE
 from kvstore.protocol.block_events import Source
 
 KEYS = [number.to_bytes(32, "big") for number in range(3 * LOOKED_AT_ONCE)]
@@ -28,7 +28,8 @@ def views(*held: list[bytes]) -> list[Any]:
     made = []
     for number, keys in enumerate(held):
         view = NodeView()
-        view.source, view.keys = Source("host", f"node{number}", 1), set(keys)
+        view.source = Source("host", f"node{number}", 1)
+        view.keys.update(keys)
         view._heard_at = time.monotonic() + 3600
         made.append(SimpleNamespace(view=view))
     return made
@@ -44,7 +45,12 @@ def test_the_run_ends_at_the_first_block_that_is_missing(
 ) -> None:
     there = [key for at, key in enumerate(KEYS) if at != first_missing]
     monkeypatch.setattr(residency, "_nodes", views(there))
-    assert len(residency.leading(KEYS[:asked])) == min(asked, first_missing)
+    expected = min(asked, first_missing)
+    for wanted in (KEYS[:asked], b"".join(KEYS[:asked])):
+        assert len(residency.leading(wanted)) == expected
+        runs = residency.runs(wanted)
+        assert [run.blocks for run in runs] == [expected] * bool(expected)
+        assert runs.short is (None if expected == asked else MissReason.ABSENT)
 
 
 def test_the_node_that_has_most_of_what_follows_is_told(
@@ -54,3 +60,12 @@ def test_the_node_that_has_most_of_what_follows_is_told(
     monkeypatch.setattr(residency, "_nodes", views(KEYS[:at], KEYS[:10], KEYS[at - 3 : at + 70]))
     names = [holder.name for holder in residency.leading(KEYS)]
     assert names == ["node0"] * at + ["node2"] * 70
+    runs = residency.runs(b"".join(KEYS))
+    assert [(run.holder.name, run.blocks) for run in runs] == [("node0", at), ("node2", 70)]
+    assert (runs.blocks, runs.short) == (at + 70, MissReason.ABSENT)
+
+
+def test_bytes_of_keys_that_are_not_whole_are_refused(residency: Residency) -> None:
+    for keys in (b"k", b"k" * 31, b"k" * 33):
+        with pytest.raises(UsageError, match="must have 32 bytes each"):
+            residency.leading(keys)

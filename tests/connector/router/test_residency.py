@@ -59,12 +59,13 @@ def test_a_prefix_is_found_while_the_index_is_away_and_by_it_while_a_node_is(
     found = asyncio.run(with_events.find("m", TOKENS))
     assert (found.blocks, found.held["node"], found.index_away) == (3, 3, False)
 
-    async def where() -> list[str]:
+    async def where() -> list[tuple[str, int]]:
         """What nodes have said is looked up on the loop itself: these threads are gone."""
         with_events._threads.shutdown()
         held = [*await with_events.where(blocks, None, ())]
+        held += await with_events.where(b"".join(blocks), None, ())
         held += await with_events.where(None, _Keys(), TOKENS)  # type: ignore[arg-type]
-        return [holder.name for holder in held]
+        return [(run.holder.name, run.blocks) for run in held]
 
     async def found_by_index() -> prefix.Prefix:
         run_dir = tmp_path / "elsewhere"
@@ -81,7 +82,7 @@ def test_a_prefix_is_found_while_the_index_is_away_and_by_it_while_a_node_is(
 
     by_index = asyncio.run(found_by_index())
     assert (by_index.blocks, by_index.held) == (found.blocks, found.held)
-    assert asyncio.run(where()) == ["node"] * 6
+    assert asyncio.run(where()) == [("node", 3)] * 3
     with_events.close()
 
 

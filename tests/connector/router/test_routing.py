@@ -14,7 +14,7 @@ from connector.router.routing import (
     held_at,
     needs_prefill,
 )
-from kvstore import Holder, UsageError
+from kvstore import Holder, HolderRun, UsageError
 
 NOW = 100.0
 
@@ -121,8 +121,9 @@ def test_engines_are_bounded() -> None:
 
 
 def test_blocks_are_counted_by_node_and_by_host() -> None:
-    run = [Holder("node-a", "h"), Holder("node-a", "h"), Holder("node-b", "h"), Holder("x", "x")]
-    assert held_at(run) == {"node-a": 2, "node-b": 1, "h": 3, "x": 1}
+    a, b, x = Holder("node-a", "h"), Holder("node-b", "h"), Holder("x", "x")
+    run = [HolderRun(a, 2), HolderRun(b, 1), HolderRun(x, 1), HolderRun(a, 3)]
+    assert held_at(run) == {"node-a": 5, "node-b": 1, "h": 6, "x": 1}
 
 
 @pytest.mark.parametrize(
