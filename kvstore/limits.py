@@ -197,12 +197,13 @@ EVENT_MESSAGES_WAITING_MAX: Count = 1024
 """Messages that wait for one router that is slower than its node; it misses further ones, and
 sees that too."""
 EVENT_REPLAYS_MAX: Count = 256
-"""Routers that wait for the same snapshot of a node's blocks."""
+"""Questions of routers that wait for an answer: for a snapshot of a node's blocks, or until there
+is room for it. Who asks for more is not answered, and asks again."""
 EVENT_ANSWER_BYTES_MAX: Count = 64 << 20
 """Of answers that routers have asked a node for and not taken yet, all together; one may be larger
-when there is no other. Who asks for more is not answered, and asks again."""
+when there is no other. Questions that are asked meanwhile wait."""
 EVENT_ANSWERS_MAX: Count = 2
-"""Such answers of one router."""
+"""Such answers of one router, and as many of its questions that wait."""
 EVENT_ANSWER_TAKEN_S: Seconds = 10.0
 """A router that takes nothing of its answer for so long is hung up on."""
 EVENT_SOURCES_MAX: Count = 1024

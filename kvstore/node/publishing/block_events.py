@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 from types import ModuleType
+from typing import Protocol
 
 from kvstore.batches import in_batches
 from kvstore.core.node import NodeCore
@@ -32,6 +33,7 @@ from kvstore.limits import (
 )
 from kvstore.machine import REAL, Machine
 from kvstore.node.publishing.event_answers import Answers, EventMessage, Snapshot, Tracker
+from kvstore.node.publishing.event_connections import ListenerConnection
 from kvstore.protocol.block_events import (
     BlockChanges,
     Source,
@@ -52,10 +54,18 @@ LINGER_MS = 200
 """How long an ending node waits for its last words to leave."""
 STOP_TIMEOUT_S = 2.0
 """How long it waits for the thread that sends them, which ends with the process."""
+LOOK_EVERY_MS = 50
+"""How often the thread looks whether an answer was taken, while a question waits for that."""
 _REQUEST_BYTES_MAX = 64
 _REQUESTS_AT_ONCE = 64
 _BETWEEN: tuple[list[bytes], ...] = ([], [b""])
 """What may stand between a listener's name and its request: each message of the answer has it."""
+
+
+class ReceivedFrame(Protocol):
+    """What is used of `zmq.Frame`."""
+
+    def get(self, option: int) -> int: ...
 
 
 class BlockEvents:
@@ -210,15 +220,16 @@ class BlockEvents:
         poller.register(self._wake_fd, zmq.POLLIN)
         try:
             while not self._ending:
-                poller.poll()
+                poller.poll(LOOK_EVERY_MS if self._answers.stuck else None)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
                 self._publish()
                 if self._snapshots:
                     self._answers.renew(self._snapshots.popleft())
-                if self._take_requests():
-                    self._ask_loop()
+                self._take_requests()
                 self._answers.give(self._send_answer, self._send_last)
+                if self._answers.needs_snapshot:
+                    self._ask_loop()
             self._publish()
         except Exception as e:
             log.critical("events of the node's blocks end: %s", e, exc_info=e)
@@ -233,21 +244,27 @@ class BlockEvents:
             self._publisher.send_multipart([self._topic, sequence_bytes(message.sequence), payload])
             self._answers.keep(message, payload)
 
-    def _take_requests(self) -> bool:
-        """Whether a snapshot must be made before all that was asked can be answered."""
+    def _take_requests(self) -> None:
         for _ in range(_REQUESTS_AT_ONCE):
             try:
-                who, *between, asked = self._replay.recv_multipart(self._zmq.NOBLOCK)
+                frames = self._replay.recv_multipart(self._zmq.NOBLOCK, copy=False)
+                who, *between, asked = (frame.bytes for frame in frames)
                 if between not in _BETWEEN:
                     raise ValueError(f"{len(between)} parts before it")
-                self._answers.asked([who, *between], sequence_of(asked))
+                start = sequence_of(asked)
+                self._answers.asked([who, *between], start, self._connection_of(frames[-1]))
             except self._zmq.Again:
                 break
             except (PeerError, ValueError) as e:
                 log.debug("a request for events: %s", e)
         else:
             self._wake()  # there may be more
-        return self._answers.needs_snapshot
+
+    def _connection_of(self, frame: ReceivedFrame) -> ListenerConnection:
+        try:
+            return ListenerConnection(frame.get(self._zmq.SRCFD))
+        except self._zmq.ZMQError:  # ZeroMQ does not know it of every transport
+            return ListenerConnection(None)
 
     def _ask_loop(self) -> None:
         self._answers.needs_snapshot = False

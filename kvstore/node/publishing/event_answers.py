@@ -2,14 +2,22 @@
 
 What was published lately is kept, and the last snapshot. An answer waits in this process until its
 listener has taken it or is gone, which its last message tells; how much waits so is bounded, in
-all and for each listener, because whoever can connect may ask and never read.
+all and for each listener, because whoever can connect may ask and never read. A question that does
+not fit waits for its turn and is answered once earlier answers were taken, which `give` finds out
+whenever it is called. Questions that wait are bounded too: of one listener, and in all. What is
+beyond that is dropped, and its listener asks again.
+
+The first that waits for room keeps what room there is for itself, so that small answers do not pass
+a large one for ever. A listener's own answers keep nobody else waiting. What a question is answered
+with is chosen when it is its turn: by then less may be kept, or the snapshot be old.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvstore.limits import (
@@ -51,6 +59,39 @@ class Tracker(Protocol):
     def done(self) -> bool: ...
 
 
+class Origin(Protocol):
+    """Where a question came from."""
+
+    @property
+    def gone(self) -> bool: ...
+
+
+class _Kept(NamedTuple):
+    """A message that was published."""
+
+    sequence: int
+    cost: int
+    payload: bytes
+    bytes_before: int
+    """What all before it would have taken while they wait."""
+
+
+class _Question(NamedTuple):
+    """A listener wants all from number `start` on; 0 is what is there."""
+
+    who: list[bytes]
+    start: int
+    origin: Origin
+
+
+class _Contents(NamedTuple):
+    """What an answer consists of: a snapshot's parts, and what was kept from `start` on."""
+
+    parts: list[tuple[int, bytes]]
+    start: int
+    size_bytes: int
+
+
 class _Going(NamedTuple):
     """An answer that a listener has not taken yet, as far as is known."""
 
@@ -69,23 +110,29 @@ class Answers:
     def __init__(self, topic: bytes, medium: str) -> None:
         self._topic = topic
         self._medium = medium
-        self._kept: deque[tuple[EventMessage, bytes]] = deque()
+        self._kept: deque[_Kept] = deque()
         """One after the other without a gap."""
         self._kept_cost = 0
+        self._kept_bytes = 0
+        """What all that was ever kept would have taken while it waits."""
         self._last = -1
-        self._snapshot: tuple[int, list[bytes]] | None = None
-        self._whole: list[list[bytes]] = []
-        """Who waits for a snapshot."""
-        self._since: list[tuple[list[bytes], int]] = []
-        """Who waits for messages from a number on."""
+        self._snapshot: tuple[int, list[tuple[int, bytes]], int] | None = None
+        """Its number, its parts, and what they take while they wait."""
+        self._fresh = False
+        """It came for those who wait now."""
+        self._waiting: list[_Question] = []
+        """As they came."""
         self.needs_snapshot = False
         self._coming = False
         """A snapshot was asked for."""
         self._going: list[_Going] = []
+        self.stuck = False
+        """Somebody waits until an answer is taken, or its listener gone: `give` is to be called
+        again without another reason."""
         self.dropped = 0
-        """Answers that were not given because too much waited."""
+        """Questions that are not answered because too many waited."""
         self._told = False
-        """That was logged, and there were always others since."""
+        """That was logged, and something waited ever since."""
 
     def keep(self, message: EventMessage, payload: bytes) -> None:
         """That was published."""
@@ -93,84 +140,103 @@ class Answers:
             self._kept.clear()
             self._kept_cost = 0
         self._last = message.sequence
-        self._kept.append((message, payload))
+        self._kept.append(_Kept(message.sequence, message.cost, payload, self._kept_bytes))
         self._kept_cost += message.cost
+        self._kept_bytes += _MESSAGE_COST_BYTES + len(payload)
         while self._kept_cost > EVENT_BACKLOG_MAX:
-            self._kept_cost -= self._kept.popleft()[0].cost
+            self._kept_cost -= self._kept.popleft().cost
 
-    def asked(self, who: list[bytes], start: int) -> None:
+    def asked(self, who: list[bytes], start: int, origin: Origin) -> None:
         """`who` wants all from that number on: its name, and what is to stand before an answer."""
-        waiting = [*self._whole, *(one for one, _ in self._since)]
-        own = sum(one[0] == who[0] for one in waiting)
-        if len(waiting) >= EVENT_REPLAYS_MAX or own >= EVENT_ANSWERS_MAX:
-            return  # it asks again
-        if start and self._reaches(start):
-            self._since.append((who, start))
+        own = sum(one.who[0] == who[0] for one in self._waiting)
+        if len(self._waiting) < EVENT_REPLAYS_MAX and own < EVENT_ANSWERS_MAX:
+            self._waiting.append(_Question(who, start, origin))
             return
-        self._whole.append(who)
-        # One that is old would need very many messages after it.
-        usable = self._snapshot is not None and (
-            self._reaches(self._snapshot[0] + 1)
-            and self._last - self._snapshot[0] <= EVENT_MESSAGES_WAITING_MAX
-        )
-        if not usable and not self._coming:
-            self.needs_snapshot = self._coming = True
-
-    def _reaches(self, start: int) -> bool:
-        """Whether all from that number on is kept."""
-        oldest = self._kept[0][0].sequence if self._kept else self._last + 1
-        return oldest <= start <= self._last + 1
+        self.dropped += 1
+        if not self._told:
+            self._told = True
+            log.warning(
+                "a question of a listener to events is not answered: %d wait, %d of them its own; "
+                "%d answers of %d bytes were not taken yet",
+                len(self._waiting),
+                own,
+                len(self._going),
+                sum(answer.size_bytes for answer in self._going),
+            )
 
     def renew(self, snapshot: Snapshot) -> None:
         """This is what is there."""
-        packed = list(pack_snapshot(snapshot.time_s, snapshot.keys, self._medium))
-        self._snapshot = snapshot.sequence, packed
+        packed = pack_snapshot(snapshot.time_s, snapshot.keys, self._medium)
+        parts = [(snapshot.sequence, payload) for payload in packed]
+        size_bytes = sum(_MESSAGE_COST_BYTES + len(payload) for _, payload in parts)
+        self._snapshot = snapshot.sequence, parts, size_bytes
         self._coming = False
+        self._fresh = True
 
     def give(self, send: Send, send_last: SendLast) -> None:
         """Answer all who can be answered now."""
         self._going = [answer for answer in self._going if not answer.tracker.done]
-        if not self._going:
+        waiting = [question for question in self._waiting if not question.origin.gone]
+        if not self._going and not waiting:
             self._told = False
-        since, self._since = self._since, []
-        for who, start in since:
-            self._answer(who, [], start, send, send_last)
-        if self._coming or self._snapshot is None:
-            return
-        whole, self._whole = self._whole, []
-        sequence, packed = self._snapshot
-        for who in whole:
-            self._answer(
-                who, [(sequence, payload) for payload in packed], sequence + 1, send, send_last
-            )
+        own = Counter(answer.who[0] for answer in self._going)
+        going_bytes = sum(answer.size_bytes for answer in self._going)
+        full = self.stuck = False
+        self._waiting = []
+        for question in waiting:
+            contents = None
+            if full or own[question.who[0]] >= EVENT_ANSWERS_MAX:
+                self.stuck = True
+            elif contents := self._contents(question.start):
+                wanted = going_bytes + contents.size_bytes
+                if self._going and wanted > EVENT_ANSWER_BYTES_MAX:
+                    full = self.stuck = True
+                    contents = None
+            if contents is None:
+                self._waiting.append(question)
+                continue
+            self._answer(question, contents, send, send_last)
+            own[question.who[0]] += 1
+            going_bytes += contents.size_bytes
+        self._fresh = False
+
+    def _contents(self, start: int) -> _Contents | None:
+        """What answers who wants all from number `start` on; `None` while a snapshot is to come."""
+        if start and self._reaches(start):
+            return _Contents([], start, self._bytes_since(start))
+        if self._snapshot is not None:
+            sequence, parts, size_bytes = self._snapshot
+            # One that is old would need very many messages after it.
+            few = self._last - sequence <= EVENT_MESSAGES_WAITING_MAX
+            if self._fresh or (few and self._reaches(sequence + 1)):
+                size_bytes += self._bytes_since(sequence + 1)
+                return _Contents(parts, sequence + 1, size_bytes)
+        if not self._coming:
+            self.needs_snapshot = self._coming = True
+        return None
+
+    @property
+    def _oldest(self) -> int:
+        return self._kept[0].sequence if self._kept else self._last + 1
+
+    def _reaches(self, start: int) -> bool:
+        """Whether all from that number on is kept."""
+        return self._oldest <= start <= self._last + 1
+
+    def _bytes_since(self, start: int) -> int:
+        """What the messages that are kept from that number on take while they wait."""
+        if start > self._last:
+            return 0
+        first = self._kept[max(start - self._oldest, 0)]
+        return self._kept_bytes - first.bytes_before
 
     def _answer(
-        self,
-        who: list[bytes],
-        parts: list[tuple[int, bytes]],
-        start: int,
-        send: Send,
-        send_last: SendLast,
+        self, question: _Question, contents: _Contents, send: Send, send_last: SendLast
     ) -> None:
-        """`parts`, and what was kept from number `start` on, unless too much waits already."""
-        kept = [(message.sequence, payload) for message, payload in self._kept]
-        parts += [one for one in kept if one[0] >= start]
-        size_bytes = sum(_MESSAGE_COST_BYTES + len(payload) for _, payload in parts)
-        going_bytes = sum(answer.size_bytes for answer in self._going)
-        own = sum(answer.who[0] == who[0] for answer in self._going)
-        full = self._going and going_bytes + size_bytes > EVENT_ANSWER_BYTES_MAX
-        if full or own >= EVENT_ANSWERS_MAX:
-            self.dropped += 1
-            if not self._told:
-                self._told = True
-                log.warning(
-                    "a listener to events is not answered now: %d answers of %d bytes were not "
-                    "taken yet, %d of them its own",
-                    len(self._going),
-                    going_bytes,
-                    own,
-                )
-            return
-        for sequence, payload in parts:
+        who = question.who
+        count = min(max(self._last + 1 - contents.start, 0), len(self._kept))
+        since = [(one.sequence, one.payload) for one in islice(reversed(self._kept), count)]
+        for sequence, payload in [*contents.parts, *reversed(since)]:
             send([*who, self._topic, sequence_bytes(sequence), payload])
-        self._going.append(_Going(who, size_bytes, send_last([*who, b"", END, b""])))
+        tracker = send_last([*who, b"", END, b""])
+        self._going.append(_Going(who, contents.size_bytes, tracker))
