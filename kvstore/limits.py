@@ -205,7 +205,8 @@ when there is no other. Questions that are asked meanwhile wait."""
 EVENT_ANSWERS_MAX: Count = 2
 """Such answers of one router, and as many of its questions that wait."""
 EVENT_ANSWER_TAKEN_S: Seconds = 10.0
-"""A router that takes nothing of its answer for so long is hung up on."""
+"""A router that has not taken its answer for so long while others wait for room is hung up on, and
+over TCP so is one that takes nothing of it for so long, whoever waits."""
 EVENT_SOURCES_MAX: Count = 1024
 """Nodes whose events one process listens to."""
 EVENT_BLOCKS_MAX: Count = 1 << 24

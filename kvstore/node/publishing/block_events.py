@@ -94,6 +94,7 @@ class BlockEvents:
         self._core = core
         self._loop = loop
         self._wall = machine.wall
+        self._monotonic = machine.monotonic
         self._medium = medium
         self._topic = topic_of(source)
         self._changes = core.changes = Changes()
@@ -136,6 +137,7 @@ class BlockEvents:
             self._context.destroy(0)
             os.close(self._wake_fd)
             raise UsageError("events", self._setting, f"{endpoint} cannot be bound: {e}") from e
+        self._replay_at = self._replay.last_endpoint.decode()
         self._thread.start()
         self._cut(beat=True)
 
@@ -227,7 +229,7 @@ class BlockEvents:
                 if self._snapshots:
                     self._answers.renew(self._snapshots.popleft())
                 self._take_requests()
-                self._answers.give(self._send_answer, self._send_last)
+                self._answers.give(self._send_answer, self._send_last, self._monotonic())
                 if self._answers.needs_snapshot:
                     self._ask_loop()
             self._publish()
@@ -261,10 +263,10 @@ class BlockEvents:
             self._wake()  # there may be more
 
     def _connection_of(self, frame: ReceivedFrame) -> ListenerConnection:
-        try:
-            return ListenerConnection(frame.get(self._zmq.SRCFD))
-        except self._zmq.ZMQError:  # ZeroMQ does not know it of every transport
-            return ListenerConnection(None)
+        fd: int | None = None
+        with suppress(self._zmq.ZMQError):  # it does not know it of every transport
+            fd = frame.get(self._zmq.SRCFD)
+        return ListenerConnection(fd, self._replay_at)
 
     def _ask_loop(self) -> None:
         self._answers.needs_snapshot = False

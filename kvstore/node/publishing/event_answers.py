@@ -7,6 +7,10 @@ not fit waits for its turn and is answered once earlier answers were taken, whic
 whenever it is called. Questions that wait are bounded too: of one listener, and in all. What is
 beyond that is dropped, and its listener asks again.
 
+While questions wait for room, or take all places, whoever had its answer for long enough and has
+not taken it is hung up on, by whichever transport it came: whether it reads nothing, or a little
+now and then. Others may take as long as they like.
+
 The first that waits for room keeps what room there is for itself, so that small answers do not pass
 a large one for ever. A listener's own answers keep nobody else waiting. What a question is answered
 with is chosen when it is its turn: by then less may be kept, or the snapshot be old.
@@ -22,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 from kvstore.limits import (
     EVENT_ANSWER_BYTES_MAX,
+    EVENT_ANSWER_TAKEN_S,
     EVENT_ANSWERS_MAX,
     EVENT_BACKLOG_MAX,
     EVENT_MESSAGES_WAITING_MAX,
@@ -65,6 +70,8 @@ class Origin(Protocol):
     @property
     def gone(self) -> bool: ...
 
+    def hang_up(self) -> None: ...
+
 
 class _Kept(NamedTuple):
     """A message that was published."""
@@ -98,6 +105,8 @@ class _Going(NamedTuple):
     who: list[bytes]
     size_bytes: int
     tracker: Tracker
+    origin: Origin
+    since_s: float
 
 
 Send = Callable[[list[bytes]], None]
@@ -173,8 +182,8 @@ class Answers:
         self._coming = False
         self._fresh = True
 
-    def give(self, send: Send, send_last: SendLast) -> None:
-        """Answer all who can be answered now."""
+    def give(self, send: Send, send_last: SendLast, now: float) -> None:
+        """Answer all who can be answered now, and hang up on who keeps others from it."""
         self._going = [answer for answer in self._going if not answer.tracker.done]
         waiting = [question for question in self._waiting if not question.origin.gone]
         if not self._going and not waiting:
@@ -195,10 +204,20 @@ class Answers:
             if contents is None:
                 self._waiting.append(question)
                 continue
-            self._answer(question, contents, send, send_last)
+            tracker = self._answer(question.who, contents, send, send_last)
+            going = _Going(question.who, contents.size_bytes, tracker, question.origin, now)
+            self._going.append(going)
             own[question.who[0]] += 1
             going_bytes += contents.size_bytes
         self._fresh = False
+        if full or len(self._waiting) >= EVENT_REPLAYS_MAX:
+            self._make_room(now)
+
+    def _make_room(self, now: float) -> None:
+        """Hang up on those who had the time to take their answers."""
+        for answer in self._going:
+            if now - answer.since_s >= EVENT_ANSWER_TAKEN_S:
+                answer.origin.hang_up()
 
     def _contents(self, start: int) -> _Contents | None:
         """What answers who wants all from number `start` on; `None` while a snapshot is to come."""
@@ -231,12 +250,10 @@ class Answers:
         return self._kept_bytes - first.bytes_before
 
     def _answer(
-        self, question: _Question, contents: _Contents, send: Send, send_last: SendLast
-    ) -> None:
-        who = question.who
+        self, who: list[bytes], contents: _Contents, send: Send, send_last: SendLast
+    ) -> Tracker:
         count = min(max(self._last + 1 - contents.start, 0), len(self._kept))
         since = [(one.sequence, one.payload) for one in islice(reversed(self._kept), count)]
         for sequence, payload in [*contents.parts, *reversed(since)]:
             send([*who, self._topic, sequence_bytes(sequence), payload])
-        tracker = send_last([*who, b"", END, b""])
-        self._going.append(_Going(who, contents.size_bytes, tracker))
+        return send_last([*who, b"", END, b""])

@@ -8,13 +8,31 @@ from typing import Any
 
 import pytest
 
-from kvstore.limits import EVENT_ANSWERS_MAX, EVENT_MESSAGES_WAITING_MAX, EVENT_REPLAYS_MAX
+from kvstore.limits import (
+    EVENT_ANSWER_TAKEN_S,
+    EVENT_ANSWERS_MAX,
+    EVENT_MESSAGES_WAITING_MAX,
+    EVENT_REPLAYS_MAX,
+)
 from kvstore.node.publishing import event_answers
 from kvstore.node.publishing.event_answers import Answers, EventMessage, Snapshot
 from kvstore.protocol.block_events import BlockChanges, sequence_of
 
 SNAPSHOT = Snapshot(7, 0.0, [bytes([i]) * 32 for i in range(100)])
-CONNECTED = SimpleNamespace(gone=False)
+
+
+class Connected:
+    """How a listener asks."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.hung_up = 0
+
+    def hang_up(self) -> None:
+        self.hung_up += 1
+
+
+CONNECTED = Connected()
 
 
 class Listeners:
@@ -22,6 +40,7 @@ class Listeners:
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
+        self.now = 100.0
         self.trackers: list[Any] = []
         self.sent: list[list[bytes]] = []
         self.lasts: list[list[bytes]] = []
@@ -41,7 +60,7 @@ class Listeners:
         self.give()
 
     def give(self) -> None:
-        self.answers.give(self.sent.append, self._last)
+        self.answers.give(self.sent.append, self._last, self.now)
 
     @property
     def answered(self) -> list[bytes]:
@@ -201,7 +220,7 @@ def test_a_question_whose_listener_is_gone_leaves_its_place(
     monkeypatch.setattr(event_answers, "EVENT_ANSWER_BYTES_MAX", 1)
     monkeypatch.setattr(event_answers, "EVENT_REPLAYS_MAX", 1)
     assert listeners.ask(b"deaf")
-    origin = SimpleNamespace(gone=False)
+    origin = Connected()
     assert not listeners.ask(b"gone", 0, origin)
     origin.gone = True
     listeners.give()
@@ -257,3 +276,61 @@ def test_a_snapshot_that_needs_very_many_messages_after_it_is_made_anew(
     listeners.give()
     assert listeners.answers.needs_snapshot
     assert listeners.answered == [b"one"]
+
+
+@pytest.fixture
+def pressed(monkeypatch: pytest.MonkeyPatch, listeners: Listeners) -> tuple[Listeners, Connected]:
+    """One has an answer and has not taken it; there is room for no other."""
+    monkeypatch.setattr(event_answers, "EVENT_ANSWER_BYTES_MAX", 1)
+    deaf = Connected()
+    assert listeners.ask(b"deaf", 0, deaf)
+    return listeners, deaf
+
+
+def test_who_has_not_taken_its_answer_in_time_makes_room_for_others(
+    pressed: tuple[Listeners, Connected],
+) -> None:
+    listeners, deaf = pressed
+    assert not listeners.ask(b"other")
+    listeners.now += EVENT_ANSWER_TAKEN_S - 0.01
+    listeners.give()
+    assert not deaf.hung_up
+    listeners.now += 0.02
+    listeners.give()
+    assert deaf.hung_up == 1
+    listeners.trackers[0].done = True
+    listeners.give()
+    assert listeners.answered == [b"deaf", b"other"]
+    listeners.give()
+    assert not CONNECTED.hung_up
+
+
+def test_who_keeps_nobody_waiting_may_take_its_time(pressed: tuple[Listeners, Connected]) -> None:
+    listeners, deaf = pressed
+    listeners.now += 10 * EVENT_ANSWER_TAKEN_S
+    listeners.give()
+    assert not deaf.hung_up
+
+
+def test_who_waits_for_its_own_answers_is_not_hung_up_on(listeners: Listeners) -> None:
+    """It may be slow, and be asking again because parts are long in coming."""
+    slow = Connected()
+    for _ in range(2 * EVENT_ANSWERS_MAX):
+        listeners.ask(b"slow", 0, slow)
+    listeners.now += 10 * EVENT_ANSWER_TAKEN_S
+    listeners.give()
+    assert listeners.answers.stuck
+    assert not slow.hung_up
+
+
+def test_listeners_that_take_all_places_are_hung_up_on(
+    listeners: Listeners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though their answers are small."""
+    monkeypatch.setattr(event_answers, "EVENT_REPLAYS_MAX", EVENT_ANSWERS_MAX)
+    deaf = Connected()
+    for _ in range(2 * EVENT_ANSWERS_MAX):
+        listeners.ask(b"deaf", 0, deaf)
+    listeners.now += 2 * EVENT_ANSWER_TAKEN_S
+    listeners.give()
+    assert deaf.hung_up == EVENT_ANSWERS_MAX
