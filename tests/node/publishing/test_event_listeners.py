@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -24,7 +23,7 @@ zmq = pytest.importorskip("zmq")
 PATIENCE_S = 20.0
 ASK_AGAIN_S = 0.3
 MIB = 1 << 20
-MANY_KEYS = [os.urandom(32) for _ in range(100_000)]
+MANY_KEYS = [bytes(32)] * 100_000
 """3 MB: more than lies in the buffers of a connection."""
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm_gpu_engine import GpuEngine
 from vllm_model_config import BLOCK, ENGINE_BLOCK
 from vllm_model_engine import expected_output, prompt
 
 from kvstore.client.base import Reservation
 from kvstore.testing.blockstore import MemoryBlockStore
 
-MakeGpuEngine = Callable[..., GpuEngine]
+if TYPE_CHECKING:
+    from vllm_gpu_engine import GpuEngine
+
+MakeGpuEngine = Callable[..., "GpuEngine"]
 BLOCKS = 128
 """Of an engine, unless a test says otherwise."""
 PATIENCE_S = 30.0

@@ -6,15 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm_model_config import BLOCK
 from vllm_model_engine import MakeEngine, expected_output, prompt
 
 from connector.adapters.vllm import engine_hooks
 from kvstore.testing.blockstore import MemoryBlockStore
 
+pytestmark = pytest.mark.vllm
 TOKENS = prompt(2 * BLOCK + 5)
 
 

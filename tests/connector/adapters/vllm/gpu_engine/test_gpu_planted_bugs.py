@@ -7,9 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from model_gpu import GpuLane, GpuStream
 from vllm_gpu_traps import (
     MakeGpuEngine,
@@ -23,7 +20,6 @@ from vllm_gpu_traps import (
     written_over_two_steps,
 )
 
-from connector.adapters.vllm.connector import PoolPins
 from connector.scheduler.scheduler import SchedulerCore
 from connector.worker import worker
 from connector.worker.copy_guard import CopyGuard
@@ -94,12 +90,16 @@ def a_copier_does_not_wait_for_its_copies(patch: pytest.MonkeyPatch) -> None:
 
 @planted(used_again_while_saving)
 def blocks_are_released_before_their_save_ends(patch: pytest.MonkeyPatch) -> None:
+    from connector.adapters.vllm.connector import PoolPins
+
     patch.setattr(PoolPins, "pin", lambda self, block_ids: None)
     patch.setattr(PoolPins, "unpin", lambda self, block_ids: None)
 
 
 @planted(used_again_while_saving)
 def blocks_stay_pinned_for_ever(patch: pytest.MonkeyPatch) -> None:
+    from connector.adapters.vllm.connector import PoolPins
+
     patch.setattr(PoolPins, "unpin", lambda self, block_ids: None)
 
 

@@ -6,10 +6,6 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from vllm_gpu_engine import STEPS_IN_FLIGHT
 from vllm_gpu_traps import answer
 from vllm_model_checks import evict_some
 from vllm_model_config import BLOCK, VOCABULARY
@@ -31,6 +27,8 @@ def check_schedule(
 
     An engine has less room than they need together, and the store loses blocks, told or not.
     """
+    from vllm_gpu_engine import STEPS_IN_FLIGHT
+
     free = [engine.free_blocks for engine in engines]
     prefixes = [prompt(4 * BLOCK, seed=100 + i) for i in range(3)]
     for i, tokens in enumerate(prefixes):

@@ -6,9 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm_gpu_traps import (
     BLOCKS,
     PATIENCE_S,
