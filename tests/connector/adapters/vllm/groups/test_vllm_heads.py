@@ -186,16 +186,17 @@ def test_a_head_is_saved_once_where_workers_hold_copies(base: Any) -> None:
     assert [shards(base, gemma_4(), 2, 8, tp) for tp in (4, 8, 16)] == [[2, 4], [2, 8], [2, 8]]
 
 
-AMBIGUOUS = {
-    "more heads than any number says": plain(num_key_value_heads=4, kv_n_heads=8),
-    "a number within a part": plain(
-        num_attention_groups=4, attention_other_setting={"num_attention_groups": 8}
-    ),
-    "one for each layer": plain(num_key_value_heads=4, num_kv_heads_per_layer=[4, 8, 4, 8]),
-    "by heads in a group": plain(
-        num_key_value_heads=4,
-        block_configs=[SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=4))],
-    ),
+AMBIGUOUS: dict[str, dict[str, Any]] = {
+    "more heads than any number says": {"num_key_value_heads": 4, "kv_n_heads": 8},
+    "a number within a part": {
+        "num_attention_groups": 4,
+        "attention_other_setting": {"num_attention_groups": 8},
+    },
+    "one for each layer": {"num_key_value_heads": 4, "num_kv_heads_per_layer": [4, 8, 4, 8]},
+    "by heads in a group": {
+        "num_key_value_heads": 4,
+        "block_configs": [SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=4))],
+    },
 }
 
 
@@ -203,7 +204,7 @@ AMBIGUOUS = {
 def test_trap_heads_that_may_be_copies_or_not_are_all_kept(base: Any, name: str) -> None:
     """One head a worker is what 4 and 8 heads give alike among 8: taken for copies, half the
     workers would load another one's."""
-    assert shards(base, AMBIGUOUS[name], 8, None, 8) == [8]
+    assert shards(base, plain(**AMBIGUOUS[name]), 8, None, 8) == [8]
 
 
 def test_trap_a_draft_models_heads_are_not_the_models(base: Any) -> None:
