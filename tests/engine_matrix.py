@@ -116,14 +116,12 @@ def covers() -> Iterator[Cover]:
                 assert any(row in rows for rows in ROWS.values()), f"{path}: no row {row!r}"
                 assert how in HOW, f"{path}: no kind of proof {how!r}"
                 yield Cover(row, how, marker, path)
-                if "mark.vllm" in source and (
-                    path.name == "test_vllm_engine.py" or not elsewhere.search(source)
-                ):
+                if "mark.vllm" in source and not elsewhere.search(source):
                     yield Cover(row, how, "vllm, newest", path)
 
 
 def _not_with_the_newest() -> re.Pattern[str]:
-    """In files with tests that `scripts/test-engines vllm` leaves out: they start engines."""
+    """In files with tests that `scripts/test-engines vllm` leaves out."""
     found = re.search(r"grep -LE '([^']+)'", (ROOT / "scripts" / "test-engines").read_text())
     assert found is not None
     return re.compile(found[1])

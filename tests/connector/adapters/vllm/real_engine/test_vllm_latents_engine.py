@@ -27,10 +27,8 @@ BLOCK = 64
 T = 4 * BLOCK
 TESTS = Path(__file__).parents[4]
 PROGRAM = TESTS / "support" / "vllm_engines" / "paged_engine.py"
-PATH = os.pathsep.join(
-    str(one)
-    for one in (TESTS.parent, TESTS / "support" / "vllm_engines", TESTS.parent / "scripts" / "lib")
-)
+PATHS = (TESTS.parent, TESTS / "support" / "vllm_engines", TESTS.parent / "scripts" / "lib")
+PATH = os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")])
 PROMPTS = [random.Random(i).choices(range(2, 500), k=T + 2) for i in (5, 6)]
 
 
