@@ -1,11 +1,12 @@
-"""Suite `node` measures how long clients of one node wait when there are many, and what a million
-blocks cost in memory."""
+"""Suite `node` measures how long clients of one node wait when there are many, what a full node of
+mixed sizes takes for a request of many values, and what a million blocks cost in memory."""
 
 from __future__ import annotations
 
 import os
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ BATCH, BLOCK_BYTES = 8, 64 << 10
 BLOCKS = 250_000
 SMALL_BYTES = 1000
 NAMESPACE = 7
+FULL_BYTES = 512 << 20
+MIXED = ((4 << 10, 1, 15), (1 << 20, 1, 6), (64 << 10, 32, 6))
+"""Size of the blocks of a request, how many these are, and how often it comes in a round."""
+ROUNDS = 90
+"""Of mixed sizes; the second half of them counts."""
 MILLION = 1_000_000
 MIB = 1 << 20
 
@@ -47,6 +53,9 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
         rows = [
             _waits(node, count, options.seconds) for count in dict.fromkeys((1, options.clients))
         ]
+    for mix in (MIXED[1:2], MIXED[2:], MIXED):  # to fill a node by 4 KiB takes minutes
+        with lone_node(FULL_BYTES) as node:
+            rows += _full(node, mix)
     with lone_node(SIZE_BYTES) as node:
         return about, rows + _memory(node, options.blocks)
 
@@ -74,6 +83,16 @@ class Saver:
             lost += BATCH - sum(map(bool, stored))
             time.sleep(PAUSE_S)
         return *took, lost
+
+    def save_one(self, size_bytes: int, count: int) -> float:
+        """Return how long the reservation of one request took; it is committed then."""
+        keys = [os.urandom(KEY_BYTES) for _ in range(count)]
+        started = time.perf_counter()
+        slots = self._session.reserve(keys, size_bytes, NAMESPACE)
+        took_s = time.perf_counter() - started
+        if not all(self._session.commit([s for s in slots if isinstance(s, Reservation)])):
+            raise AssertionError(f"{count} blocks of {size_bytes} bytes were not stored")
+        return took_s
 
     def save(self, count: int) -> int:
         """Save so many small blocks; how many were stored."""
@@ -135,6 +154,35 @@ def _waits(node: NodeProcess, count: int, seconds: float) -> Row:
         for percent in (50, 99):
             row[f"{name}_ms_p{percent}"] = round(percentile(took, percent) * 1e3, 2)
     return row | {"not_stored": sum(a[2] for a in answers), "node_core_share": round(share, 2)}
+
+
+def _full(node: NodeProcess, mix: Sequence[tuple[int, int, int]]) -> list[Row]:
+    """Reservations that evict, of these kinds of requests in turns."""
+    saver = Saver(node.url, node.run_dir)
+    took: dict[tuple[int, int], list[float]] = {(size, count): [] for size, count, _ in mix}
+    rounds = ROUNDS if len(mix) > 1 else 0
+    filled = 0
+    number = 0
+    while filled < 2 * FULL_BYTES or number < rounds:
+        full = filled > FULL_BYTES and number >= rounds // 2
+        for size, count, times in mix:
+            for _ in range(times if rounds else 1):
+                one_s = saver.save_one(size, count)
+                filled += size * count
+                if full:
+                    took[size, count].append(one_s)
+        number += 1
+    saver.close()
+    return [
+        {
+            "reserved": f"{count} x {size >> 10} KiB",
+            "among": "mixed sizes" if len(mix) > 1 else "the like",
+            "requests": len(times),
+            **{f"ms_p{part}": round(percentile(times, part) * 1e3, 2) for part in (50, 99)},
+            "ms_max": round(max(times) * 1e3, 1),
+        }
+        for (size, count), times in took.items()
+    ]
 
 
 def _memory(node: NodeProcess, blocks: int) -> list[Row]:
