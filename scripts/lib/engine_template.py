@@ -32,6 +32,8 @@ from typing import Any, BinaryIO
 REQUEST_BYTES_MAX = 1 << 17
 FORK_TIMEOUT_S = 240.0
 """For the first fork: the template imports before it answers."""
+UNKNOWN_CODE = 255
+"""Of an engine that has ended after its template did."""
 PATHS = "PYTHONPATH"
 READ_AT_IMPORT = ("OMP_", "KMP_", "GOMP_", "LD_", "MKL_", "PYTHON")
 """Variables that begin so are the template's, but for `PATHS`."""
@@ -65,8 +67,11 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Return its exit code, negative for a signal; None while it runs."""
         if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
-            self.returncode = self._template.code_of(self.pid)
             os.close(self._ended)
+            try:
+                self.returncode = self._template.code_of(self.pid)
+            except RuntimeError:
+                self.returncode = UNKNOWN_CODE
         return self.returncode
 
     def wait(self, timeout_s: float) -> int:
@@ -85,7 +90,10 @@ class ForkedProcess:
 class Template:
     """Is the caller's end of one. Thread-safe."""
 
-    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, python: str, environment: Mapping[str, str], log: BinaryIO | None = None
+    ) -> None:
+        """What it says itself, when an import fails, is in the `log` of the first engine."""
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
@@ -93,8 +101,8 @@ class Template:
             pass_fds=[theirs.fileno()],
             env={**environment, PATHS: os.environ.get(PATHS, "")},  # its own come later
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=log or subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if log else subprocess.DEVNULL,
         )
         theirs.close()
 
@@ -124,11 +132,16 @@ class Template:
         if len(raw) > REQUEST_BYTES_MAX:
             raise ValueError(f"{len(raw)} bytes of environment and arguments")
         with self._lock:
-            self._socket.settimeout(FORK_TIMEOUT_S)
-            socket.send_fds(self._socket, [raw], fds)
-            answer = self._socket.recv(REQUEST_BYTES_MAX)
-        if not answer:
-            raise RuntimeError("the process that imports vLLM for engines has ended")
+            try:
+                self._socket.settimeout(FORK_TIMEOUT_S)
+                socket.send_fds(self._socket, [raw], fds)
+                answer = self._socket.recv(REQUEST_BYTES_MAX)
+            except OSError:
+                answer = b""
+            if not answer:  # a late answer would be taken for that to the next request
+                self._process.kill()
+                self._process.wait()
+                raise RuntimeError("the process that imports vLLM for engines has ended")
         return int(answer)
 
 
@@ -173,7 +186,7 @@ def fork_engine(
     with _lock:
         template = _templates.get(python)
         if template is None or not template.alive:
-            template = _templates[python] = Template(python, environment)
+            template = _templates[python] = Template(python, environment, log)
     return template.fork(command, environment, cwd, pass_fd, log)
 
 

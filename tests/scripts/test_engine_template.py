@@ -79,7 +79,7 @@ def test_each_has_what_it_was_started_with_and_vllm_is_imported(program: Path) -
                 process.wait(0.0)
             ours.sendall(b"%2d" % number)
             assert process.wait(60) == process.poll() == number
-        assert (folder / "log").read_text() == "in the log\n"
+        assert (folder / "log").read_text().endswith("in the log\n")  # the first has imports', too
     assert both[0][0].pid != both[1][0].pid
 
 
@@ -90,6 +90,24 @@ def test_one_that_is_killed_says_so(program: Path) -> None:
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
         process.kill()  # nobody's number by now
+
+
+def test_after_one_that_ended_another_is_made(program: Path) -> None:
+    first, ours, _ = started(program, 1)
+    (template,) = templates()
+    template._process.kill()
+    template._process.wait()
+    with ours:
+        ours.sendall(b" 0")
+        assert first.wait(60) == engine_template.UNKNOWN_CODE
+    with pytest.raises(RuntimeError, match="has ended"):
+        template.code_of(first.pid)
+    process, ours, folder = started(program, 2)
+    with ours:
+        assert json.loads(ours.makefile("rb").readline())["own"] == "2"
+        ours.sendall(b" 0")
+        assert process.wait(60) == 0
+    assert (folder / "log").read_text().endswith("in the log\n")  # the first has imports', too
 
 
 def test_it_ends_when_its_caller_is_killed(program: Path) -> None:
