@@ -1,8 +1,8 @@
 """Runs the writer and the readers of the `local` suite, each in a process of its own.
 
 Every repetition times the operation, a memcpy of as many bytes in the same
-process right before or after it (they take turns in going first), and for single
-operations the floor. The memcpy has the reads' own destinations, and sources that
+process right before or after it (they take turns in going first), and for puts and
+single gets the floor. The memcpy has the reads' own destinations, and sources that
 are as cold: both walk through sets of buffers that together exceed the caches.
 Checksums are compared after both, outside the timed part.
 """
@@ -144,15 +144,18 @@ class Writer(_Party):
         if not number % 2:
             times.memcpy.append(timed(lambda: memcpy(to, from_, case.size_bytes)))
         _check(len(stored) == case.batch and all(stored), f"put {keys[0]}")
-        if case.batch == 1:
-            times.floor.append(self._floor())
+        times.floor.append(self._floor(case.batch))
 
-    def _floor(self) -> float:
-        """Time one control message there and back, and one bare SET of a record."""
+    def _floor(self, batch: int) -> float:
+        """Time one control message there and back, and one bare SET or MSET of its records."""
         control = self.client.session.writer.link().control
+        records = {b"floor/%d" % i: bytes(44) for i in range(batch)}
         started = now()
         control.request(Op.UNPIN, [])
-        self.redis.set(b"floor", bytes(44))
+        if batch == 1:
+            self.redis.set(b"floor", bytes(44))
+        else:
+            self.redis.mset(records)
         return now() - started
 
 
