@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,28 @@ def files() -> frozenset[str]:
     return frozenset(name for name in listed.stdout.splitlines() if (ROOT / name).exists())
 
 
+@cache
+def folders(files: frozenset[str]) -> frozenset[str]:
+    return frozenset(str(folder) for name in files for folder in Path(name).parents)
+
+
+@cache
+def ends(files: frozenset[str]) -> frozenset[str]:
+    """What a file may be called by: its path from any folder on."""
+    parts = [name.split("/") for name in files]
+    return frozenset("/".join(path[start:]) for path in parts for start in range(len(path)))
+
+
 def missing(text: str, home: Path, files: frozenset[str], *, prose: bool) -> list[str]:
     """Names in `text`, written in a file of folder `home`, that lead nowhere."""
-    folders = {str(folder) for name in files for folder in Path(name).parents}
 
     def exists(name: str) -> bool:
         from_home = os.path.relpath(home / name, ROOT)
         from_top = os.path.normpath(name)
         return (
-            not {from_home, from_top}.isdisjoint(files | folders)
+            not {from_home, from_top}.isdisjoint(files | folders(files))
             or name in NOT_OURS
-            or any(f"/{file}".endswith(f"/{name}") for file in files)
+            or name in ends(files)
         )
 
     names = set(NAMED.findall(text)) | set(FOLDER.findall(text))

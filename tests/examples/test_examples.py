@@ -111,6 +111,7 @@ def test_own_engine(store: NodeProcess) -> None:
     assert run("own_engine.py", store=store) == ["0", "5"]
 
 
+@pytest.mark.long
 def test_torch_between_processes(store: NodeProcess) -> None:
     pytest.importorskip("torch")
     assert run("torch_between_processes.py", store=store) == ["torch.float32 (256, 256) 65536.0"]

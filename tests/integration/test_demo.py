@@ -9,6 +9,7 @@ pytest.importorskip("rich", reason="the demo extra is not installed")
 pytest.importorskip("matplotlib", reason="the demo extra is not installed")
 
 
+@pytest.mark.long
 def test_the_demo_loads_every_block_and_survives_the_nodes_death(tmp_path):
     before = set(Path("/dev/shm").iterdir())
     summary, said = run_without_engine("demo.run", "--out", str(tmp_path))

@@ -15,6 +15,7 @@ from kvstore.testing.hosts import Hosts, why_not
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]

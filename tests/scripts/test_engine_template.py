@@ -92,6 +92,7 @@ def test_one_that_is_killed_says_so(program: Path) -> None:
         process.kill()  # nobody's number by now
 
 
+@pytest.mark.long
 def test_after_one_that_ended_another_is_made(program: Path) -> None:
     first, ours, _ = started(program, 1)
     (template,) = templates()

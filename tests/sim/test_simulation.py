@@ -17,11 +17,21 @@ pytestmark = pytest.mark.timeout(600)  # of a machine that is busy with other th
 
 SEEDS = int(os.environ.get("KVSTORE_SIM_SEEDS", "1000"))
 SEEDS_A_TEST = 100
-QUICK_SEEDS = 200
+QUICK_SEEDS = 100
 """Without the tests that are long."""
 QUIET = Faults().calm()
 SHORT_S = (0.6, 0.6)
 STEPS_STRUCK = 160
+STRIKES = {
+    "client_kill": 1,
+    "node_kill": 3,
+    "node_kill_warm": 2,
+    "connection_loss": 3,
+    "client_signal": 1,
+}
+"""What may strike, and at every how many steps the long tests have it."""
+EVERY_QUICK = 13
+"""In the others: prime, so that no rhythm of the program hides from it."""
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +126,13 @@ def test_a_seed_replays_exactly_in_another_process():
 @pytest.mark.parametrize(
     ("fault", "every"),
     [
-        ("client_kill", 1),
-        ("node_kill", 3),
-        ("node_kill_warm", 2),
-        ("connection_loss", 3),
-        ("client_signal", 1),
+        *((fault, EVERY_QUICK) for fault in STRIKES),
+        *(pytest.param(fault, every, marks=pytest.mark.long) for fault, every in STRIKES.items()),
     ],
 )
 def test_it_may_strike_at_every_step(fault, every):
-    """Not by chance: one run for each step of a short day, or for every third."""
+    """Not by chance: one run for each step of a short day, or for every third; for fewer where
+    there is little time."""
     assert run(1, QUIET, trouble_s=SHORT_S).steps > STEPS_STRUCK
     for step in range(1, STEPS_STRUCK, every):
         run(1, QUIET, strike=(step, fault), trouble_s=SHORT_S)

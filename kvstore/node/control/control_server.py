@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
             if items > left:
                 return False
             left -= items
-            self._begin()
+            self._begin(items)
             if self._rest is not None:  # it names little and has much done
                 return False
         return True
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
             if self._rest is not None:
                 left -= self._step()
             elif self._read():
-                left -= self._begin()
+                left -= self._begin(MESSAGE_ITEMS + control.items_of(self._next[0]))
             else:
                 self._in_line = False
                 if self._transport is not None:
@@ -132,8 +132,9 @@ class Connection(asyncio.Protocol):
                 return False
         return True
 
-    def _begin(self) -> int:
-        """Carry the next message out, unless it is for several turns; tells its cost in items."""
+    def _begin(self, items: int) -> int:
+        """Carry the next message out, which costs so many items, unless it is for several turns;
+        tells what it has cost."""
         message = self._next.pop()
         self._begun = _number(message)
         if self._carried_out(message):
@@ -145,9 +146,7 @@ class Connection(asyncio.Protocol):
                 self._rest = self._on_request(self, message)
         except UsageError as e:
             self._refuse(self._begun, e)
-        if self._rest is not None:
-            return MESSAGE_ITEMS
-        return MESSAGE_ITEMS + control.items_of(message)
+        return MESSAGE_ITEMS if self._rest is not None else items
 
     def _step(self) -> int:
         """Carry the next part of the request out; tells its cost."""

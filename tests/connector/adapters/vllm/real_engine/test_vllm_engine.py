@@ -185,6 +185,7 @@ def test_chunked_prefill_and_long_prompts(
     assert [result.cached_tokens for result in loaded] == [3 * T] * 2
 
 
+@pytest.mark.long
 def test_what_a_request_does_not_want_saved_is_in_no_segment(
     alone: EngineProcess, start: Start, tmp_path: Path
 ) -> None:
@@ -259,6 +260,7 @@ def test_aborts_while_loading_leave_the_engine_right(
     assert tokens_of(consumer.generate(wanted)) == tokens_of(alone.generate(wanted))
 
 
+@pytest.mark.long
 @pytest.mark.covers("preemption", "engine")
 def test_trap_preemption_with_a_store_gives_what_no_store_gives(
     start: Start, alone: EngineProcess, store: Store
@@ -342,6 +344,7 @@ def layerwise(
     fault.write_text("")
 
 
+@pytest.mark.long
 @pytest.mark.covers("layer by layer", "engine")
 def test_layer_by_layer_loads_and_saves_give_the_same_tokens(
     alone: EngineProcess,
@@ -362,6 +365,7 @@ def test_layer_by_layer_loads_and_saves_give_the_same_tokens(
     assert tokens_of(again) == reference
 
 
+@pytest.mark.long
 def test_trap_layer_by_layer_negative_control_garbage_kv_fails_the_comparison(
     alone: EngineProcess, producer: EngineProcess, layerwise: Switched, store: Store
 ) -> None:
@@ -374,6 +378,7 @@ def test_trap_layer_by_layer_negative_control_garbage_kv_fails_the_comparison(
     assert tokens_of(results) != tokens_of(alone.generate(wanted))
 
 
+@pytest.mark.long
 def test_blocks_that_vanish_while_layers_are_read_cost_a_recompute(
     alone: EngineProcess,
     producer: EngineProcess,
@@ -399,6 +404,7 @@ def test_blocks_that_vanish_while_layers_are_read_cost_a_recompute(
     assert tokens_of(again) == reference
 
 
+@pytest.mark.long
 @pytest.mark.covers("sliding + full attention", "engine")
 def test_a_model_with_sliding_windows_shares_kv(
     start: Start, store: Store, tmp_path_factory: pytest.TempPathFactory

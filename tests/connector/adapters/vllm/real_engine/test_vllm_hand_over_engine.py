@@ -16,7 +16,7 @@ from connector_parts import TO_PREFILL
 from engines import EngineProcess, EngineSettings, build_model
 from test_vllm_engine import BLOCK, PATH, Store, prompts, tokens_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 
 TOKENS = 3 * BLOCK + 41
 """A block of the store, and an engine block, is begun and not full."""

@@ -31,7 +31,7 @@ from vllm_server import (
 from connector.metrics import METRICS
 from kvstore.testing.ports import held_ports
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 BLOCK = 64
 ENGINE_BLOCK = 32
 T = 4 * BLOCK
