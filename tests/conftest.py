@@ -6,6 +6,7 @@ Also the real Redis processes that several folders share (support/processes/redi
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_collection_finish() -> None:
+    """Each lane of scripts/test collects: vLLM takes 10 s of processor time to import."""
+    if "vllm" in sys.modules:
+        raise pytest.UsageError("a file of tests imports vLLM at its head: import it where it runs")
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,13 @@ def test_it_can_be_killed_and_waited_for():
     process.kill()  # no other process that has its number since
 
 
+def test_a_signal_to_one_that_has_just_ended_is_nothing(monkeypatch):
+    process = WarmProcess(program, "")
+    process.wait(PATIENCE_S)
+    monkeypatch.setattr(process, "poll", lambda: None)  # not heard of yet
+    process.kill()
+
+
 STARTER = """
 import sys, time
 from warm_processes import WarmProcess, command

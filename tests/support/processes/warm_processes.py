@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TextIO
 
@@ -61,8 +62,11 @@ class WarmProcess:
         return code
 
     def send_signal(self, number: int) -> None:
+        """As `subprocess.Popen` does: nothing where it has ended, which is heard of a moment later
+        than the process is gone."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
