@@ -13,6 +13,7 @@ from connector_parts import PATIENCE_S
 from fake_values import FakeValues
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import MIB, NodeProcess
 
 from connector.limits import (
     TENSOR_MESSAGE_BYTES_MAX,
@@ -25,7 +26,7 @@ from kvstore import Client, DeadlineError, UsageError
 from kvstore.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
-    from stores import NodeProcess
+    from redis_servers import RedisServer
 
 torch = pytest.importorskip("torch")
 
@@ -406,18 +407,22 @@ def test_message_survives_a_store_that_must_evict(client: Client) -> None:
 
 
 def test_tensor_larger_than_any_room_of_the_node_in_one_piece_comes_in_parts(
-    client: Client,
+    redis_server: RedisServer,
 ) -> None:
     """Values pinned here and there leave holes of a few MiB."""
-    pins = []
-    for i in range(40):
-        client.put(f"noise {i}", bytes(1 << 20))
-        if i % 4 == 0:
-            pins.append(client.pin(f"noise {i}"))
-    sender, receiver = pair(client)
-    sent = torch.randint(0, 256, (16 << 20,), dtype=torch.uint8)
-    sender.send_tensor(sent)
-    assert torch.equal(receiver.recv_tensor(), sent)
-    for pin in pins:
-        if pin is not None:
-            pin.close()
+    with (
+        NodeProcess(redis_server, size=64 * MIB) as node,
+        Client(**node.client_options) as client,
+    ):
+        pins = []
+        for i in range(40):
+            client.put(f"noise {i}", bytes(1 << 20))
+            if i % 4 == 0:
+                pins.append(client.pin(f"noise {i}"))
+        sender, receiver = pair(client)
+        sent = torch.randint(0, 256, (16 << 20,), dtype=torch.uint8)
+        sender.send_tensor(sent)
+        assert torch.equal(receiver.recv_tensor(), sent)
+        for pin in pins:
+            if pin is not None:
+                pin.close()
