@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.memory import Buffers, Memory, memcpy
 from benchmarks.processes import house
 from benchmarks.report import Row, machine, median, percentile, ratios, spread
+from benchmarks.serving.family import read_process
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "lib"))
@@ -183,6 +184,14 @@ class _Copy:
         return time.perf_counter() - started
 
 
+def _cpu_s(engine: Any) -> float:
+    """Return the processor time of an engine so far: it is one process."""
+    process = read_process(engine.pid)
+    if process is None:
+        raise AssertionError("the engine has ended")
+    return process.cpu_s
+
+
 def _measure(alone: Any, idle: Any, stored: Any, copy: _Copy, count: int) -> list[Row]:
     def prompts(count: int) -> list[list[int]]:
         return _prompts(source, count, PROMPT_TOKENS)
@@ -214,12 +223,18 @@ def _measure(alone: Any, idle: Any, stored: Any, copy: _Copy, count: int) -> lis
         for engine in (alone, idle, stored):
             first_token_s(engine, prompt, 0)
     took: dict[str, list[float]] = {case: [] for case in names}
+    computed: dict[str, list[float]] = {"recompute": [], "producer": []}
+    """Processor time of the engine, of a prompt that is computed and, in one of them, saved."""
     local = [("local_hit", alone), ("local_hit_idle", idle), ("local_hit_with", stored)]
     for prompt in prompts(count):
+        before_s = _cpu_s(alone)
         took["recompute"].append(first_token_s(alone, prompt, 0))
+        computed["recompute"].append(_cpu_s(alone) - before_s)
+        before_s = _cpu_s(stored)
         took["producer"].append(first_token_s(stored, prompt, 0))
-        first_token_s(idle, prompt, 0)
         stored.drain()
+        computed["producer"].append(_cpu_s(stored) - before_s)
+        first_token_s(idle, prompt, 0)
         time.sleep(SETTLE_S)
         local = [*local[1:], local[0]]
         for case, engine in local:
@@ -237,6 +252,16 @@ def _measure(alone: Any, idle: Any, stored: Any, copy: _Copy, count: int) -> lis
             "spread": round(spread(took[case]), 3),
             "prompt_tokens": PROMPT_TOKENS,
             "repetitions": len(took[case]),
+            **(
+                {
+                    "engine_cpu_ms": round(median(computed[case]) * 1e3),
+                    "cpu_ratio_to_recompute": round(
+                        median(ratios(computed[case], computed["recompute"])), 3
+                    ),
+                }
+                if case in computed
+                else {}
+            ),
         }
         for case, name in names.items()
     ]
