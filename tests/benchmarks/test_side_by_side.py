@@ -87,6 +87,7 @@ def test_a_peer_that_is_missing_says_what_it_lacks_and_how_to_get_it(
     }
 
 
+@pytest.mark.long
 def test_a_run_with_small_figures_shows_the_table(tmp_path: Path) -> None:
     document = tmp_path / "benchmarks.md"
     document.write_text(f"# Benchmarks\n\n{BEGIN}\n{END}\n\n## next\n")

@@ -6,6 +6,7 @@ import os
 import pytest
 from batch_readers import READERS, LeavesAll, Meddled, reader_of
 from redis_servers import wait_until
+from stores import SIZE_BYTES
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
 from kvstore.client.reader import Place
@@ -74,9 +75,9 @@ def test_a_batch_larger_than_the_pool_is_stored_by_evicting(client):
 
 
 def test_a_value_larger_than_the_node_is_rejected_with_the_limit(client):
-    result = client.put("k", bytes(64 * MIB + 1))
+    result = client.put("k", bytes(SIZE_BYTES + 1))
     assert result.status is PutStatus.REJECTED
-    assert str(64 * MIB) in result.reason
+    assert str(SIZE_BYTES) in result.reason
     assert client.get("k") is None
 
 

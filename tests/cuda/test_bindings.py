@@ -165,6 +165,7 @@ def test_without_a_driver_the_real_bindings_say_so():
         open_device()
 
 
+@pytest.mark.long
 def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_driver):
     """Two processes and all, over tests/support/device/fake_driver.cpp."""
     between_processes = TESTS / "gpu" / "test_gpu_vram.py"
@@ -179,5 +180,6 @@ def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_
 
 
 @needs_nixl
+@pytest.mark.long
 def test_what_comes_through_nixl_goes_to_memory_of_the_real_bindings(fake_driver):
     fake_driver.run(Path(__file__).with_name("on_fake_driver_nixl.py"))

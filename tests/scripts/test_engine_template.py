@@ -15,7 +15,7 @@ import engine_template
 import pytest
 from engine_template import ForkedProcess, can_be_forked, fork_engine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(300)]
 LIB = Path(__file__).parents[2] / "scripts" / "lib"
 PROGRAM = """
 import json, os, sys, tempfile
@@ -92,7 +92,6 @@ def test_one_that_is_killed_says_so(program: Path) -> None:
         process.kill()  # nobody's number by now
 
 
-@pytest.mark.long
 def test_after_one_that_ended_another_is_made(program: Path) -> None:
     first, ours, _ = started(program, 1)
     (template,) = templates()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROJECT = Path(__file__).parents[2]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
 
@@ -43,6 +45,7 @@ def test_only_our_own_functions_are_met_each_once() -> None:
     assert len(set(walk.places)) == len(walk.places)
 
 
+@pytest.mark.long
 def test_every_walk_is_taken_against_real_nodes() -> None:
     ran = subprocess.run(
         [sys.executable, str(PROJECT / "scripts" / "lib" / "walk.py"), "--summary"],

@@ -361,6 +361,7 @@ def test_room_is_said_without_redis(tmp_path: Path, redis_server: RedisServer) -
         NodeProcess(redis_server, size=NODE_BYTES) as node,
         Client(**node.client_options) as client,
     ):
+        wait_until(lambda: node.directory.room() > 0, "it is said")
         before = node.directory.room()
         assert NODE_BYTES - MIB <= before <= NODE_BYTES
         assert client.put("k", bytes(MIB))

@@ -26,7 +26,7 @@ def test_a_client_without_a_node_on_its_host_saves_to_another_one(reader, writer
 
 def test_many_values_are_saved_to_another_host_in_their_order(reader, writer):
     numpy = pytest.importorskip("numpy")
-    values = {f"k{i}": os.urandom(1 + i * 100_000) for i in range(20)}
+    values = {f"k{i}": os.urandom(1 + i * 50_000) for i in range(20)}
     results = reader.put_many([*values.items(), ("big", bytes(65 * MIB)), ("a", numpy.arange(9))])
     assert [bool(result) for result in results] == [True] * 20 + [False, True]
     assert "size_bytes" in results[20].reason
