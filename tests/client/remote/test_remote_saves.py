@@ -136,7 +136,7 @@ def to_the_largest(monkeypatch):
 
 
 def test_saves_are_spread_over_all_nodes_by_size_and_free_share(redis_server, far, elsewhere):
-    with listening_node(redis_server, key_prefix=far.key_prefix, size=256 * MIB) as larger:
+    with listening_node(redis_server, key_prefix=far.key_prefix, size=64 * MIB) as larger:
         with client_of(far, elsewhere) as client:
             client.session.remote_writer._random.seed(1)
             for i in range(30):
