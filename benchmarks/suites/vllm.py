@@ -165,7 +165,7 @@ def _measure_first(fresh: Any, prompts: list[list[int]]) -> list[Row]:
 
 class _Copy:
     """Copies as many bytes as a hit has to bring into the engine, on one core, from memory that was
-    not read lately: what a hit from shared memory takes longer than vLLM's own at the least."""
+    not read lately: what a hit from the store would take longer than vLLM's own if it did no more."""
 
     def __init__(self, shape: Any) -> None:
         from engines import cpu_dtype
@@ -223,8 +223,8 @@ def _measure(alone: Any, idle: Any, stored: Any, copy: _Copy, count: int) -> lis
         for engine in (alone, idle, stored):
             first_token_s(engine, prompt, 0)
     took: dict[str, list[float]] = {case: [] for case in names}
+    # Processor time of the engine.
     computed: dict[str, list[float]] = {"recompute": [], "producer": []}
-    """Processor time of the engine, of a prompt that is computed and, in one of them, saved."""
     local = [("local_hit", alone), ("local_hit_idle", idle), ("local_hit_with", stored)]
     for prompt in prompts(count):
         before_s = _cpu_s(alone)
