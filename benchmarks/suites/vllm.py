@@ -165,7 +165,7 @@ def _measure_first(fresh: Any, prompts: list[list[int]]) -> list[Row]:
 
 class _Copy:
     """Copies as many bytes as a hit has to bring into the engine, on one core, from memory that was
-    not read lately: what a hit from the store would take longer than vLLM's own if it did no more."""
+    not read lately: what a hit from the store would take beyond vLLM's own if it did no more."""
 
     def __init__(self, shape: Any) -> None:
         from engines import cpu_dtype
