@@ -209,6 +209,7 @@ def _measure(alone: Any, idle: Any, stored: Any, copy: _Copy, count: int) -> lis
 
     names = {
         "recompute": "recompute, no connector",
+        "recompute_idle": "recompute, with a connector that does nothing",
         "producer": "recompute and save (producer)",
         "local_hit": "vLLM's own prefix hit, no connector",
         "local_hit_idle": "vLLM's own prefix hit, with a connector that does nothing",
@@ -223,18 +224,18 @@ def _measure(alone: Any, idle: Any, stored: Any, copy: _Copy, count: int) -> lis
         for engine in (alone, idle, stored):
             first_token_s(engine, prompt, 0)
     took: dict[str, list[float]] = {case: [] for case in names}
-    # Processor time of the engine.
-    computed: dict[str, list[float]] = {"recompute": [], "producer": []}
+    computed: dict[str, list[float]] = {"recompute": [], "recompute_idle": [], "producer": []}
+    """Processor time of the engine, s."""
+    fresh = list(zip(computed, (alone, idle, stored), strict=True))
     local = [("local_hit", alone), ("local_hit_idle", idle), ("local_hit_with", stored)]
     for prompt in prompts(count):
-        before_s = _cpu_s(alone)
-        took["recompute"].append(first_token_s(alone, prompt, 0))
-        computed["recompute"].append(_cpu_s(alone) - before_s)
-        before_s = _cpu_s(stored)
-        took["producer"].append(first_token_s(stored, prompt, 0))
-        stored.drain()
-        computed["producer"].append(_cpu_s(stored) - before_s)
-        first_token_s(idle, prompt, 0)
+        fresh = [*fresh[1:], fresh[0]]
+        for case, engine in fresh:
+            before_s = _cpu_s(engine)
+            took[case].append(first_token_s(engine, prompt, 0))
+            if engine is stored:
+                stored.drain()
+            computed[case].append(_cpu_s(engine) - before_s)
         time.sleep(SETTLE_S)
         local = [*local[1:], local[0]]
         for case, engine in local:
@@ -252,16 +253,20 @@ def _measure(alone: Any, idle: Any, stored: Any, copy: _Copy, count: int) -> lis
             "spread": round(spread(took[case]), 3),
             "prompt_tokens": PROMPT_TOKENS,
             "repetitions": len(took[case]),
-            **(
-                {
-                    "engine_cpu_ms": round(median(computed[case]) * 1e3),
-                    "cpu_ratio_to_recompute": round(
-                        median(ratios(computed[case], computed["recompute"])), 3
-                    ),
-                }
-                if case in computed
-                else {}
-            ),
+            **_processor_time(computed, case),
         }
         for case, name in names.items()
     ]
+
+
+def _processor_time(computed: dict[str, list[float]], case: str) -> Row:
+    """Return what is said of the processor time of prompts that are computed, s by case."""
+    if case not in computed:
+        return {}
+    by_pair = ratios(computed[case], computed["recompute"])
+    low, middle, high = (percentile(by_pair, percent) for percent in (25, 50, 75))
+    return {
+        "engine_cpu_ms": round(median(computed[case]) * 1e3),
+        "cpu_ratio_to_recompute": round(middle, 3),
+        "cpu_ratio_quartiles": f"{low:.3f} to {high:.3f}",
+    }
