@@ -17,9 +17,10 @@ Eviction, when nothing fits and nothing can be moved: the cheapest window of nei
 free and evictable extents that holds the request, around any of the coldest `COLD_TRIED`
 blocks. Cost is the bytes of live blocks in it, those of hot blocks counted up to `1 + HEAT`
 times. A window ends at what is reserved, pinned or retained. When such slots shut all of those
-blocks in, the window is that of the coldest which they do not, and only when that is none of the
-next `COLD_LOOKED` the whole segment is looked through. Where retained blocks alone leave none,
-those in the way of the cheapest window move to where others are evicted. What follows:
+blocks in, the window is that of the coldest which they do not. What was looked at around one
+block is not looked at again for the others in it: they lie beside each other because they were
+saved together. Where retained blocks alone leave no window, those in the way of the cheapest
+move to where others are evicted. What follows:
 
 - as long as some run of free and evictable extents is large enough, there is space;
 - a block that is as large as the request is evicted alone, so room for a small value
@@ -61,10 +62,6 @@ from kvstore.limits import (
 
 COLD_TRIED = 8
 """Of the blocks that could go, coldest first, around how many room is looked for."""
-COLD_LOOKED = 1024
-"""How many more are looked at while there is none: those that a request of many values has shut in
-between what it has reserved already, for example. To look through a whole segment takes 4 us a
-block."""
 HEAT = 4
 """How many times more than its bytes the block costs that was used last."""
 SMALL_PART = 1024
@@ -289,7 +286,7 @@ class Allocator:
             return None
         size = granules_of(length)
         self._join_spares()
-        window = self._anywhere(size, _clearing_cost, _may_move)
+        window = self._anywhere(size)
         if window is None:
             return None
         kept = sorted((s for s in window.slots if s.kept_until), key=lambda s: s.size)
@@ -354,21 +351,29 @@ class Allocator:
         if first is None:
             return []
         cost = self._evict_cost(first)
-        windows = (self._around_block(slot, size, cost) for slot in chain([first], coldest))
+        windows = self._around_each(chain([first], coldest), size, cost)
         tried = filter(None, islice(windows, COLD_TRIED))
         best = min(tried, key=lambda found: found.cost, default=None)
-        best = best or next(filter(None, islice(windows, COLD_LOOKED)), None)
-        best = best or self._anywhere(size, cost, _may_go)
+        best = best or next(filter(None, windows), None)
         return [] if best is None else best.slots
 
     def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
         age, since = max(1, self._tick - coldest.last_use), coldest.last_use
         return lambda slot: slot.size * (age + HEAT * max(0, slot.last_use - since))
 
-    def _around_block(self, slot: Slot, size: int, cost: Callable[[Slot], int]) -> Window | None:
-        """The cheapest window with that block; none between slots that may not go."""
-        seed = Extent(slot.start, slot.size, slot)
-        return self._window(self._around(seed, size, _may_go), size, cost)
+    def _around_each(
+        self, blocks: Iterable[Slot], size: int, cost: Callable[[Slot], int]
+    ) -> Iterator[Window | None]:
+        """The cheapest window around each block; None where slots that may not go leave none, and
+        for a block that lies in what was looked at around one before it."""
+        seen: set[int] = set()
+        for block in blocks:
+            if block.slot_id in seen:
+                yield None
+                continue
+            run = self._around(Extent(block.start, block.size, block), size, _may_go)
+            seen.update(extent.slot.slot_id for extent in run if extent.slot is not None)
+            yield self._window(run, size, cost)
 
     def _around(
         self, seed: Extent, size: int, may: Callable[[Slot], bool], at_most: int = sys.maxsize
@@ -422,17 +427,16 @@ class Allocator:
         cost, first, last = best
         return Window(cost, run[first : last + 1])
 
-    def _anywhere(
-        self, size: int, cost: Callable[[Slot], int], may: Callable[[Slot], bool]
-    ) -> Window | None:
-        """The cheapest window of all, between any two slots to which `may` says no."""
+    def _anywhere(self, size: int) -> Window | None:
+        """The window of all that is the cheapest to clear, between any two slots that may not
+        move."""
         best: Window | None = None
         run: list[Extent] = []
         for extent in (*self.extents(), None):
-            if extent is not None and (extent.slot is None or may(extent.slot)):
+            if extent is not None and (extent.slot is None or _may_move(extent.slot)):
                 run.append(extent)
                 continue
-            found = self._window(run, size, cost) if run else None
+            found = self._window(run, size, _clearing_cost) if run else None
             if found is not None and (best is None or found.cost < best.cost):
                 best = found
             run = []
