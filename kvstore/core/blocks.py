@@ -21,7 +21,7 @@ from kvstore.core.events import (
     mark_of,
     seal_of,
 )
-from kvstore.core.memory.allocator import Allocator, move_cost
+from kvstore.core.memory.allocator import LOOKED_FIRST, LOOKED_MAX, Allocator, move_cost
 from kvstore.core.memory.eviction import PolicyFactory
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.core.memory.listed import Listed
@@ -32,7 +32,7 @@ from kvstore.core.outgoing.departures import Departures, GoneWhy
 from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
 from kvstore.core.user_keys import Names
 from kvstore.keys import ttl_of
-from kvstore.limits import SLOT_BYTES_MIN, Limits
+from kvstore.limits import SLOT_BYTES_MIN, VALUE_BYTES_MAX, Limits
 from kvstore.record import PACK_EACH, BlockParts, RecordSigner, node_start, pack_place
 from kvstore.types import Key
 
@@ -82,6 +82,8 @@ class Blocks:
         """What of `MOVED_BYTES_MAX`, in granules, is left for the request at hand."""
         self._moves_help = False
         """Moves alone were not in vain yet in the request at hand."""
+        self._no_room_bytes = VALUE_BYTES_MAX + 1
+        """Values of so many bytes found no room in the request at hand."""
         self.now = 0.0
         """When the event that is being handled happened."""
         # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
@@ -115,15 +117,25 @@ class Blocks:
         slots = self.allocator.take(length, count)
         if not slots and self._moves_help and self._moved(length, writes):
             slots = self.allocator.take(length, count)
-        if not slots:
-            # Each says FREE before the slot that takes their place says RESERVED: headers
-            # within an extent are those of nothing, whenever the node is killed.
-            self._evict(self.allocator.victims(length, count), writes, now)
-            slots = self.allocator.take(length, count)
-            if not slots and len(self.retained) and self._cleared(length, writes, now):
-                slots = self.allocator.take(length, count)
+        if not slots and length < self._no_room_bytes:
+            slots = self._make_room(length, count, writes, now)
         self._begin(slots, writes)
         return slots
+
+    def _make_room(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
+        """Slots whose room others have left. A long look for a window without retained blocks comes
+        after those were moved, where that helps."""
+        for look in (LOOKED_FIRST, LOOKED_MAX) if len(self.retained) else (LOOKED_MAX,):
+            # Each says FREE before the slot that takes their place says RESERVED: headers
+            # within an extent are those of nothing, whenever the node is killed.
+            self._evict(self.allocator.victims(length, count, look), writes, now)
+            slots = self.allocator.take(length, count)
+            if not slots and look < LOOKED_MAX and self._cleared(length, writes, now):
+                slots = self.allocator.take(length, count)
+            if slots:
+                return slots
+        self._no_room_bytes = length
+        return []
 
     def _evict(self, victims: Sequence[Slot], writes: list[Write], now: float) -> None:
         assert not any(victim.kept_until for victim in victims)

@@ -25,7 +25,7 @@ from kvstore.core.holdings import FORMER, Session
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.outgoing.departures import GoneWhy
-from kvstore.limits import MOVED_BYTES_MAX
+from kvstore.limits import MOVED_BYTES_MAX, VALUE_BYTES_MAX
 from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Key, PutResult, rejected
 
 
@@ -57,6 +57,7 @@ class Reservations(Blocks):
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
         self._may_move, self._moves_help = MOVED_BYTES_MAX // GRANULE_BYTES, True
+        self._no_room_bytes = VALUE_BYTES_MAX + 1
         answers: list[PutAnswer] = []
         used: list[Slot] = []
         stored = self.counts["stored"]

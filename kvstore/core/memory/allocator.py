@@ -19,10 +19,12 @@ blocks. Cost is the bytes of live blocks in it, those of hot blocks counted up t
 times. A window ends at what is reserved, pinned or retained. When such slots shut all of those
 blocks in, the window is that of the coldest which they do not. What was looked at around one
 block is not looked at again for the others in it: they lie beside each other because they were
-saved together. Where retained blocks alone leave no window, those in the way of the cheapest
-move to where others are evicted. What follows:
+saved together. What is shut in stays known until something beside it might be let go. Where
+retained blocks alone leave no window, those in the way of the cheapest around the coldest move
+to where others are evicted. What follows:
 
-- as long as some run of free and evictable extents is large enough, there is space;
+- as long as some run of free and evictable extents is large enough, there is space (in a segment
+  of more than `LOOKED_MAX` extents: if it is around one of the coldest blocks);
 - a block that is as large as the request is evicted alone, so room for a small value
   never costs more than one block of another size;
 - in no order of requests more is evicted at a time than the request and one block;
@@ -37,7 +39,7 @@ they are more than the limit on moves. Then one window is evicted, `most` bytes 
 and one block.
 
 In one file, because placement, moves and eviction keep the same extents whole. Their orders have
-files of their own (eviction.py, space.py).
+files of their own (eviction.py, space.py), what a window costs has windows.py.
 """
 
 from __future__ import annotations
@@ -45,13 +47,14 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 from kvstore.core.memory.eviction import LRU, PolicyFactory
-from kvstore.core.memory.granules import GRANULE_BYTES, PAGE, aligned, granules_of
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE, granules_of
 from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.memory.space import Space
+from kvstore.core.memory.windows import Extent, Window, cheapest, window_of
 from kvstore.errors import InternalError, UsageError
 from kvstore.limits import (
     SEGMENT_BYTES_MIN,
@@ -60,8 +63,11 @@ from kvstore.limits import (
     VALUE_BYTES_MAX,
 )
 
-COLD_TRIED = 8
-"""Of the blocks that could go, coldest first, around how many room is looked for."""
+LOOKED_FIRST = 1 << 8
+"""Extents that are looked at for a window where retained blocks could move instead; 2 ms."""
+LOOKED_MAX = 1 << 16
+"""Extents that are looked at for one window: at 2 us each, the node's loop answers nobody for so
+long. Many more than the first few only where pins or reservations shut nearly all blocks in."""
 HEAT = 4
 """How many times more than its bytes the block costs that was used last."""
 SMALL_PART = 1024
@@ -76,27 +82,11 @@ MOVE_COSTS = 128
 """A block that is moved costs this besides its size: a header, a record, a publication."""
 
 
-class Extent(NamedTuple):
-    start: int
-    size: int
-    slot: Slot | None
-    """None: it is free."""
-
-
 class Move(NamedTuple):
     """A block, and the FREE slot of the same size that it goes to."""
 
     old: Slot
     new: Slot
-
-
-class Window(NamedTuple):
-    cost: int
-    extents: list[Extent]
-
-    @property
-    def slots(self) -> list[Slot]:
-        return [e.slot for e in self.extents if e.slot is not None]
 
 
 class Clearance(NamedTuple):
@@ -135,6 +125,10 @@ class Allocator:
         self._small = size_bytes // GRANULE_BYTES // SMALL_PART
         self._evictable = policy()
         self._tick = 0
+        self._shut_in: set[int] = set()
+        """Slots around which there is no window of `_shut_in_size` granules: nor is there until one
+        that may not go now may, or is free."""
+        self._shut_in_size = 0
         self.used_below = 0
         self.used_from = self._space.size
         """From the one to the other no granule was ever used."""
@@ -212,6 +206,8 @@ class Allocator:
     def became_evictable(self, *slots: Slot) -> None:
         """Sealed, or sealed and no longer pinned or retained, one after the other. Those that are
         retained still are not."""
+        if slots:
+            self._shut_in.clear()
         for slot in slots:
             self._tick += 1
             slot.last_use = self._tick
@@ -222,7 +218,8 @@ class Allocator:
         """Aborted, evicted, dropped or unpinned after they were dropped, at once."""
         self._join_spares()
         for slot in slots:
-            self._evictable.remove(slot.slot_id)
+            if not self._evictable.remove(slot.slot_id):
+                self._shut_in.clear()
             if self._spares and self._spares[0].size != slot.size:
                 self._join_spares()
             self._spares.append(slot)
@@ -245,7 +242,7 @@ class Allocator:
             return []
         holes = [Extent(*hole, None) for hole in islice(space.largest_first(), HOLES_TRIED)]
         windows = (
-            self._window(self._around(hole, size, _may_move, MOVED_MAX), size, move_cost)
+            window_of(self._around(hole, size, _may_move, MOVED_MAX), size, move_cost)
             for hole in holes
         )
         for window in sorted(filter(None, windows), key=lambda window: window.cost):
@@ -280,13 +277,17 @@ class Allocator:
 
     def clearance(self, length: int, at_most: int) -> Clearance | None:
         """How room is made when retained blocks alone are in its way: what is evicted of the
-        cheapest window, and elsewhere for what moves there, at `move_cost` of `at_most` together.
-        None: there is no such way. For the moment after `victims` found none."""
+        cheapest window around any of the coldest blocks, and elsewhere for what moves there, at
+        `move_cost` of `at_most` together. None: there is no such way. For the moment after
+        `victims` found none."""
         if not self.evicts:
             return None
         size = granules_of(length)
         self._join_spares()
-        window = self._anywhere(size)
+        some = islice(self._slots.values(), LOOKED_MAX)
+        blocks = chain(self._coldest(), (s for s in some if s.kept_until and _may_move(s)))
+        windows = self._windows(blocks, size, _clearing_cost, _may_move, set(), LOOKED_MAX)
+        window = cheapest(windows)
         if window is None:
             return None
         kept = sorted((s for s in window.slots if s.kept_until), key=lambda s: s.size)
@@ -296,7 +297,8 @@ class Allocator:
         victims = [slot for slot in window.slots if not slot.kept_until]
         without = [slot.size for slot in kept]
         """Of those that have no place yet, ascending."""
-        others = (self._slots[i] for i in self._evictable.coldest() if i not in inside)
+        coldest = islice(self._evictable.coldest(), LOOKED_MAX)
+        others = (self._slots[i] for i in coldest if i not in inside)
         while without:
             place = next(others, None)
             if place is None:
@@ -332,48 +334,64 @@ class Allocator:
 
     # --- making room ------------------------------------------------------------
 
-    def victims(self, length: int, count: int = 1) -> list[Slot]:
+    def victims(self, length: int, count: int = 1, look: int = LOOKED_MAX) -> list[Slot]:
         """Slots whose blocks must go so that `take` finds room for one value of `length` bytes, or
         for up to `count` where each takes the place of one block; none when nothing that may go
-        would be enough, or nothing may. The caller frees all of them."""
-        return self.in_the_way(length, count) if self.evicts else []
+        would be enough, or nothing may, as far as a look at so many extents tells. The caller
+        frees all of them."""
+        return self.in_the_way(length, count, look) if self.evicts else []
 
-    def in_the_way(self, length: int, count: int = 1) -> list[Slot]:
+    def in_the_way(self, length: int, count: int = 1, look: int = LOOKED_MAX) -> list[Slot]:
         """`victims`, whether or not anything is evicted here."""
         size = granules_of(length)
         self._join_spares()
-        coldest = map(self._slots.__getitem__, self._evictable.coldest())
-        alike = list(takewhile(lambda slot: slot.size == size, islice(coldest, count)))
+        alike = list(takewhile(lambda slot: slot.size == size, islice(self._coldest(), count)))
         if alike:
             return alike
-        coldest = map(self._slots.__getitem__, self._evictable.coldest())
-        first = next(coldest, None)
+        first = next(self._coldest(), None)
         if first is None:
             return []
+        if size < self._shut_in_size:
+            self._shut_in.clear()
+        self._shut_in_size = size
         cost = self._evict_cost(first)
-        windows = self._around_each(chain([first], coldest), size, cost)
-        tried = filter(None, islice(windows, COLD_TRIED))
-        best = min(tried, key=lambda found: found.cost, default=None)
-        best = best or next(filter(None, windows), None)
-        return [] if best is None else best.slots
+        windows = self._windows(self._coldest(), size, cost, _may_go, self._shut_in, look)
+        window = cheapest(windows)
+        return [] if window is None else window.slots
+
+    def _coldest(self) -> Iterator[Slot]:
+        """What may go, coldest first."""
+        return map(self._slots.__getitem__, self._evictable.coldest())
 
     def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
         age, since = max(1, self._tick - coldest.last_use), coldest.last_use
         return lambda slot: slot.size * (age + HEAT * max(0, slot.last_use - since))
 
-    def _around_each(
-        self, blocks: Iterable[Slot], size: int, cost: Callable[[Slot], int]
+    def _windows(
+        self,
+        blocks: Iterable[Slot],
+        size: int,
+        cost: Callable[[Slot], int],
+        may: Callable[[Slot], bool],
+        shut_in: set[int],
+        look: int,
     ) -> Iterator[Window | None]:
-        """The cheapest window around each block; None where slots that may not go leave none, and
-        for a block that lies in what was looked at around one before it."""
+        """The cheapest window around each block; None where slots to which `may` says no leave
+        none, of which `shut_in` takes note, and for a block that lies in what was looked at around
+        another. Ends when `look` extents were looked at."""
         seen: set[int] = set()
         for block in blocks:
-            if block.slot_id in seen:
+            if block.slot_id in seen or block.slot_id in shut_in:
                 yield None
-                continue
-            run = self._around(Extent(block.start, block.size, block), size, _may_go)
-            seen.update(extent.slot.slot_id for extent in run if extent.slot is not None)
-            yield self._window(run, size, cost)
+            elif look <= 0:
+                return
+            else:
+                run = self._around(Extent(block.start, block.size, block), size, may)
+                look -= len(run)
+                window = window_of(run, size, cost)
+                looked_at = seen if window is not None else shut_in
+                looked_at.update(extent.slot.slot_id for extent in run if extent.slot is not None)
+                yield window
 
     def _around(
         self, seed: Extent, size: int, may: Callable[[Slot], bool], at_most: int = sys.maxsize
@@ -403,44 +421,6 @@ class Allocator:
             after.append(Extent(at, slot.size if slot is not None else free, slot))
             at += after[-1].size
         return [*reversed(before), seed, *after]
-
-    @staticmethod
-    def _window(run: list[Extent], size: int, cost_of: Callable[[Slot], int]) -> Window | None:
-        """The cheapest part of `run` that holds `size` granules."""
-        total = [0, *accumulate(0 if e.slot is None else cost_of(e.slot) for e in run)]
-        best: tuple[int, int, int] | None = None
-        whole_pages = aligned(size)
-        last = 0
-        for first in range(len(run)):
-            begin = run[first].start
-            if whole_pages:
-                begin = -(-begin // PAGE) * PAGE
-            while last < len(run) and run[last].start + run[last].size < begin + size:
-                last += 1
-            if last == len(run):
-                break
-            cost = total[last + 1] - total[first]
-            if best is None or cost < best[0]:
-                best = cost, first, last
-        if best is None:
-            return None
-        cost, first, last = best
-        return Window(cost, run[first : last + 1])
-
-    def _anywhere(self, size: int) -> Window | None:
-        """The window of all that is the cheapest to clear, between any two slots that may not
-        move."""
-        best: Window | None = None
-        run: list[Extent] = []
-        for extent in (*self.extents(), None):
-            if extent is not None and (extent.slot is None or _may_move(extent.slot)):
-                run.append(extent)
-                continue
-            found = self._window(run, size, _clearing_cost) if run else None
-            if found is not None and (best is None or found.cost < best.cost):
-                best = found
-            run = []
-        return best
 
     # --- what is there ------------------------------------------------------------
 

@@ -21,8 +21,8 @@ class EvictionPolicy(Protocol):
         """A slot was used; a slot that is not held is ignored."""
         ...
 
-    def remove(self, slot_id: int) -> None:
-        """A slot is evictable no more; a slot that is not held is ignored."""
+    def remove(self, slot_id: int) -> bool:
+        """A slot is evictable no more; False when it was not."""
         ...
 
     def coldest(self) -> Iterator[int]:
@@ -49,8 +49,8 @@ class LRU:
         if slot_id in self._order:
             self._order.move_to_end(slot_id)
 
-    def remove(self, slot_id: int) -> None:
-        self._order.pop(slot_id, None)
+    def remove(self, slot_id: int) -> bool:
+        return self._order.pop(slot_id, slot_id) is None
 
     def coldest(self) -> Iterator[int]:
         return iter(self._order)

@@ -7,9 +7,10 @@ from allocator_pool import MIXES, Pool, lognormal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.memory.allocator import COLD_TRIED, Allocator
+from kvstore.core.memory.allocator import Allocator
 from kvstore.core.memory.granules import GRANULE_BYTES
-from kvstore.core.memory.slots import SlotState
+from kvstore.core.memory.slots import SlotEvent, SlotState
+from kvstore.core.memory.windows import COLD_TRIED
 from kvstore.errors import UsageError
 from kvstore.limits import (
     SEGMENT_BYTES_MIN,
@@ -397,6 +398,41 @@ def test_under_random_pressure_every_granule_is_accounted_for(seed):
         pool.check()
         assert all(slot.state is SlotState.RESERVED for slot in reserved), f"seed {seed}"
         assert all(slot.state is SlotState.SEALED for slot in pinned), f"seed {seed}"
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_what_is_known_to_be_shut_in_is_shut_in(seed):
+    """Who looks anew finds the same victims, whatever was sealed, let go, aborted or dropped."""
+    rng = random.Random(seed)
+    pool, reserved, pinned = Pool(192 * KIB), [], []
+    allocator = pool.allocator
+    for _ in range(200):
+        chance = rng.random()
+        if reserved and chance < 0.2:
+            pool.seal(reserved.pop(rng.randrange(len(reserved))))
+        elif reserved and chance < 0.3:
+            slot = reserved.pop(rng.randrange(len(reserved)))
+            slot.move(SlotEvent.ABORT)
+            allocator.became_free(slot)
+        elif pool.sealed and chance < 0.6:
+            slot = rng.choice(list(pool.sealed.values()))
+            if slot in pinned:
+                pinned.remove(slot)
+                pool.unpin(slot)
+            elif chance < 0.4:
+                pool.drop(slot)
+            else:
+                pool.pin(slot)
+                pinned.append(slot)
+        else:
+            slot = pool.put(rng.choice([900, 4000, 9000, 30_000]), seal=False)
+            if slot is not None:
+                reserved.append(slot)
+        length = rng.choice([4000, 9000, 20_000, 30_000, 65_000])
+        known = allocator.in_the_way(length)
+        allocator._shut_in.clear()
+        assert allocator.in_the_way(length) == known, f"seed {seed}"
 
 
 def test_a_segment_may_be_the_smallest_and_the_largest_and_begins_unused():

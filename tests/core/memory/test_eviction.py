@@ -16,10 +16,11 @@ operations = st.lists(
 def test_a_policy_offers_what_it_holds_each_once(name, steps):
     policy, held = POLICIES[name](), set()
     for operation, slot in steps:
-        getattr(policy, operation)(slot)
+        answer = getattr(policy, operation)(slot)
         if operation == "insert":
             held.add(slot)
         elif operation == "remove":
+            assert answer is (slot in held)
             held.discard(slot)
         assert sorted(policy.coldest()) == sorted(held)
 

@@ -21,7 +21,7 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.memory import retained
-from kvstore.core.memory.allocator import move_cost
+from kvstore.core.memory.allocator import Allocator, move_cost
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.core.memory.retained import ENDS_SPARE, FOREVER, Retentions
 from kvstore.core.memory.slots import Slot
@@ -44,8 +44,8 @@ ALL = Limits(retained_percent=80, retained_tenant_percent=80)
 
 
 class Node:
-    def __init__(self, limits=ALL, **options):
-        self.core = NodeCore(node_id=5, epoch=9, size_bytes=SIZE, limits=limits, **options)
+    def __init__(self, limits=ALL, size_bytes=SIZE, **options):
+        self.core = NodeCore(node_id=5, epoch=9, size_bytes=size_bytes, limits=limits, **options)
         self.now = 1000.0
         self.writes = []
 
@@ -278,6 +278,44 @@ class TestRoomBetween:
         node.core.allocator.evicts = False
         assert not node.put(KEYS[FIT], size=4 * BLOCK)
         assert node.core.by_key == before
+
+    def test_a_request_of_many_values_looks_at_what_is_shut_in_once(self, monkeypatch):
+        """With 131,072 blocks, 32 values of 1 MiB took 16 s of the node's loop."""
+        looked = []
+        around = Allocator._around
+
+        def counted(*args):
+            run = around(*args)
+            looked.append(len(run))
+            return run
+
+        monkeypatch.setattr(Allocator, "_around", counted)
+        node, blocks = Node(size_bytes=16 * SIZE), 16 * FIT
+        node.put(*KEYS[:blocks])
+        by_place = sorted(node.core.by_key.values(), key=lambda slot: slot.start)
+        kept = [slot.key for slot in by_place[::2]]
+        node.retain(*kept)
+        asked = KEYS[blocks : blocks + 32]
+        assert not node.put(*asked, size=16 * BLOCK)
+        assert 8 < sum(map(node.has, asked)) < 24, "what may move is for some of them"
+        assert node.has(*kept)
+        assert sum(looked) < 3 * blocks
+
+    def test_what_found_no_room_is_not_looked_for_again_in_that_request(self, node, monkeypatch):
+        looks = []
+        victims = Allocator.victims
+
+        def counted(self, length, *args):
+            looks.append(length)
+            return victims(self, length, *args)
+
+        monkeypatch.setattr(Allocator, "victims", counted)
+        for key in list(node.core.by_key):
+            node.ask(Pin(OTHER, 1, [key]))
+        assert not node.put(*KEYS[FIT : FIT + 9], size=4 * BLOCK)
+        assert looks == [4 * BLOCK] * 2, "a short look and a long one"
+        node.ask(SessionDead(OTHER))
+        assert node.put(KEYS[FIT], size=BLOCK)
 
     def test_where_too_few_others_may_go_nothing_does(self, node):
         """All but two of the others are pinned, and those two are in the way themselves."""
