@@ -15,13 +15,14 @@ holes. Nothing is evicted for that; what may be moved for one request is limited
 
 Eviction, when nothing fits and nothing can be moved: the cheapest window of neighbouring
 free and evictable extents that holds the request, around any of the coldest `COLD_TRIED`
-blocks. Cost is the bytes of live blocks in it, those of hot blocks counted up to `1 + HEAT`
-times. A window ends at what is reserved, pinned or retained. When such slots shut all of those
-blocks in, the window is that of the coldest which they do not. What was looked at around one
-block is not looked at again for the others in it: they lie beside each other because they were
-saved together. What is shut in stays known until something beside it might be let go. Where
-retained blocks alone leave no window, those in the way of the cheapest around the coldest move
-to where others are evicted. What follows:
+blocks. Cost is the bytes of live blocks in it, each times the uses that came after the coldest
+block's and before its own, so the coldest costs nothing, however large; bytes decide between
+windows that are as cold. A window ends at what is reserved, pinned or retained. When such slots
+shut all of those blocks in, the window is that of the coldest which they do not. What was looked
+at around one block is not looked at again for the others in it: they lie beside each other
+because they were saved together. What is shut in stays known until something beside it might be
+let go. Where retained blocks alone leave no window, those in the way of the cheapest around the
+coldest move to where others are evicted. What follows:
 
 - as long as some run of free and evictable extents is large enough, there is space (in a segment
   of more than `LOOKED_MAX` extents: if it is around one of the coldest blocks);
@@ -68,8 +69,9 @@ LOOKED_FIRST = 1 << 8
 LOOKED_MAX = 1 << 16
 """Extents that are looked at for one window: at 2 us each, the node's loop answers nobody for so
 long. Many more than the first few only where pins or reservations shut nearly all blocks in."""
-HEAT = 4
-"""How many times more than its bytes the block costs that was used last."""
+LATER = 1 << 40
+"""What a granule costs for each use that came between the coldest block's and its own. Granules as
+such cost one: they decide between windows that are as cold."""
 SMALL_PART = 1024
 """A value smaller than such a part of the segment counts as small."""
 FREE_PART = 5
@@ -364,8 +366,8 @@ class Allocator:
         return map(self._slots.__getitem__, self._evictable.coldest())
 
     def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
-        age, since = max(1, self._tick - coldest.last_use), coldest.last_use
-        return lambda slot: slot.size * (age + HEAT * max(0, slot.last_use - since))
+        since = coldest.last_use
+        return lambda slot: slot.size * (1 + LATER * max(0, slot.last_use - since))
 
     def _windows(
         self,

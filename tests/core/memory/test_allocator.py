@@ -183,31 +183,6 @@ class TestEviction:
         assert pool.put(256 * KIB) is not None
         assert looked == [slots[1]]
 
-    def test_a_request_of_many_values_among_small_blocks_is_not_a_look_at_each_of_them(
-        self, monkeypatch
-    ):
-        """What is looked at for one value, of blocks of these sizes in turns."""
-        looked = []
-        around = Allocator._around
-
-        def counted(*args):
-            run = around(*args)
-            looked[-1] += len(run)
-            return run
-
-        monkeypatch.setattr(Allocator, "_around", counted)
-        pool = Pool(32 * MIB)
-        for _ in range(30):
-            for length, count in ((4096, 60), (MIB, 2), (64 * KIB, 32)):
-                reserved = []
-                for _ in range(count):
-                    looked.append(0)
-                    reserved.append(pool.put(length, seal=False))
-                for slot in reserved:
-                    pool.seal(slot)
-        assert len(pool.evicted) > 1000
-        assert max(looked) < 100, "280 where each was looked at around each of its neighbours"
-
     @pytest.mark.parametrize("alone", [1, COLD_TRIED - 1, COLD_TRIED, COLD_TRIED + 1, 1033])
     def test_a_window_is_found_however_many_blocks_are_shut_in(self, alone):
         pool = Pool(16 * MIB)
