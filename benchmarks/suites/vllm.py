@@ -25,7 +25,8 @@ sys.path.append(str(ROOT / "scripts" / "lib"))
 PROMPT_TOKENS = 2050
 """A multiple of the block, and a tail: the last token is always computed."""
 BLOCK_TOKENS = 64
-NODE_BYTES = 1 << 30
+NODE_BYTES = 4 << 30
+"""What 30 prompts take in float32, and those at once: nothing is evicted."""
 KV_BLOCKS = 600
 PROMPTS = 8
 WARM_PROMPTS = 10
