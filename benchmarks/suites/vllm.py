@@ -32,6 +32,8 @@ PROMPTS = 8
 WARM_PROMPTS = 10
 """As many as touch every KV block of both engines once."""
 LOOKUP_TIMEOUT_S = 0.5
+PINNED_FRACTION = 0.8
+"""Of 32 prompts at once every block is to be saved, however small the engine's cache."""
 SETTLE_S = 0.2
 """Until the last blocks are published."""
 QUIET_S = 0.05
@@ -71,6 +73,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
             run_dir=str(here.run_dir),
             block_tokens=BLOCK_TOKENS,
             lookup_timeout_s=LOOKUP_TIMEOUT_S,
+            pinned_fraction=PINNED_FRACTION,
         )
 
         def settings(connector: dict[str, Any] | None) -> EngineSettings:
