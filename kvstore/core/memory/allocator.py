@@ -66,6 +66,9 @@ from kvstore.limits import (
 
 LOOKED_FIRST = 1 << 8
 """Extents that are looked at for a window where retained blocks could move instead; 2 ms."""
+LOOKED_ENOUGH = 1 << 12
+"""Extents after which no further window is looked for when there is one: a value may take the place
+of thousands of small blocks."""
 LOOKED_MAX = 1 << 16
 """Extents that are looked at for one window: at 2 us each, the node's loop answers nobody for so
 long. Many more than the first few only where pins or reservations shut nearly all blocks in."""
@@ -380,17 +383,20 @@ class Allocator:
     ) -> Iterator[Window | None]:
         """The cheapest window around each block; None where slots to which `may` says no leave
         none, of which `shut_in` takes note, and for a block that lies in what was looked at around
-        another. Ends when `look` extents were looked at."""
+        another. Ends when `look` extents were looked at, or `LOOKED_ENOUGH` where there is one."""
         seen: set[int] = set()
+        looked = 0
         for block in blocks:
             if block.slot_id in seen or block.slot_id in shut_in:
                 yield None
-            elif look <= 0:
+            elif looked >= look:
                 return
             else:
                 run = self._around(Extent(block.start, block.size, block), size, may)
-                look -= len(run)
+                looked += len(run)
                 window = window_of(run, size, cost)
+                if window is not None:
+                    look = min(look, LOOKED_ENOUGH)
                 looked_at = seen if window is not None else shut_in
                 looked_at.update(extent.slot.slot_id for extent in run if extent.slot is not None)
                 yield window

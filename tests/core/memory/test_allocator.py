@@ -183,6 +183,27 @@ class TestEviction:
         assert pool.put(256 * KIB) is not None
         assert looked == [slots[1]]
 
+    def test_one_place_is_enough_for_a_value_as_large_as_thousands_of_blocks(self, monkeypatch):
+        looked = []
+        around = Allocator._around
+
+        def counted(self, seed, *args):
+            looked.append(seed.slot)
+            return around(self, seed, *args)
+
+        monkeypatch.setattr(Allocator, "_around", counted)
+        pool = Pool(64 * MIB)
+        slots = sorted((pool.put(4096) for _ in range(16384)), key=lambda slot: slot.offset)
+        cold = slots[2048::4096]
+        for slot in slots:
+            if slot not in cold:
+                pool.allocator.used(slot)
+        assert len(pool.allocator.in_the_way(8 * MIB)) == 2048
+        assert looked == cold[-1:]
+        looked.clear()
+        assert len(pool.allocator.in_the_way(MIB)) == 256
+        assert looked[:4] == cold[::-1]
+
     @pytest.mark.parametrize("alone", [1, COLD_TRIED - 1, COLD_TRIED, COLD_TRIED + 1, 1033])
     def test_a_window_is_found_however_many_blocks_are_shut_in(self, alone):
         pool = Pool(16 * MIB)
