@@ -392,3 +392,17 @@ def test_an_out_for_the_value_that_is_there_now_fits_whatever_was_there_before(c
         assert bytes(other.get("k", bytearray(50))) == b"2" * 50
         with pytest.raises(UsageError, match="out"):
             other.get("k", bytearray(49))
+
+
+def test_what_put_many_stored_in_a_full_node_is_there(node, client):
+    """Each small value took the place of the one before it, while large ones that nobody uses
+    stayed."""
+    large = {f"large/{i}": bytes(MIB) for i in range(2 * SIZE_BYTES // MIB)}
+    for key, value in large.items():
+        assert client.put(key, value)
+    small = {f"small/{i}": i.to_bytes(4, "little") * 1024 for i in range(1024)}
+    names = list(small)
+    for begin in range(0, len(names), 32):
+        some = names[begin : begin + 32]
+        assert all(client.put_many({name: small[name] for name in some}))
+    assert client.get_many(names) == list(small.values())
