@@ -113,3 +113,18 @@ def any_magnitude(rng: random.Random, most: int) -> int:
 
 
 MIXES = (lognormal, uniform, any_magnitude)
+
+
+def looks_around(monkeypatch):
+    """A list that gets, for each place where room is looked for, the block there and how many
+    extents were looked at."""
+    looked = []
+    around = Allocator._around
+
+    def counted(self, seed, *args):
+        run = around(self, seed, *args)
+        looked.append((seed.slot, len(run)))
+        return run
+
+    monkeypatch.setattr(Allocator, "_around", counted)
+    return looked
