@@ -369,6 +369,7 @@ class Allocator:
         return map(self._slots.__getitem__, self._evictable.coldest())
 
     def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
+        """What it costs to evict a block, beside the one that goes first."""
         since = coldest.last_use
         return lambda slot: slot.size * (1 + LATER * max(0, slot.last_use - since))
 
