@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 
+REQUESTS_TOO_MANY = 3
+"""They begin side by side in the 19 blocks of an engine, with 4 each, and end with 8 each."""
+
 
 def check_schedule(
     engines: list[GpuEngine], store: MemoryBlockStore, rng: random.Random, requests: int = 50
@@ -54,6 +57,13 @@ def check_schedule(
             aborted.add(gone)
             wanted[gone][0].abort(gone, amid_step=rng.random() < 0.5)
     for engine in engines:
+        engine.run()
+    # However long the steps took, and so whatever ran at a time: here some are preempted.
+    for at, engine in enumerate(engines):
+        for i in range(REQUESTS_TOO_MANY):
+            name, tokens = f"last{at}-{i}", prompt(2 * BLOCK, seed=1000 + i)
+            engine.add(name, tokens, max_tokens=60)
+            wanted[name] = engine, expected_output(tokens, 60)
         engine.run()
     for name, (engine, right) in wanted.items():
         output = engine.outputs[name]
