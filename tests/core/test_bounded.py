@@ -11,6 +11,7 @@ from kvstore.core.events import (
     Commit,
     Drop,
     Expire,
+    Explain,
     Keep,
     Pin,
     Reserve,
@@ -20,6 +21,7 @@ from kvstore.core.events import (
 )
 from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
+from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.core.recovery import recover
 from kvstore.errors import UsageError
 from kvstore.keys import Namespace, ttl_of
@@ -198,6 +200,29 @@ def test_a_restart_goes_on_with_what_is_left_of_a_life(place, after_s):
     again.act(Expire(), 110.0)
     assert not any(map(again.has, KEYS[:3]))
     assert not again.secrets
+
+
+def test_the_next_block_of_its_place_does_not_inherit_the_end_of_a_life(place):
+    free = Namespace.named("free")
+    place.reserve(KEYS[:1], 100.0)
+    where = place.core.by_key[KEYS[0]].slot_id
+    place.act(Expire(), 110.0)
+    place.reserve([bytes(32)], 111.0, namespace=free)
+    assert place.core.by_key[bytes(32)].slot_id == where
+    again = Place()
+    again.segment = place.segment
+    again.core = NodeCore(node_id=5, epoch=10, size_bytes=SIZE_BYTES)
+    again.apply(recover(again.core, seen(place.segment), 9, 112.0))
+    assert again.has(bytes(32))
+    again.act(Expire(), 1e6)
+    assert again.has(bytes(32))
+
+
+def test_what_is_over_says_so_when_it_is_asked(place):
+    place.reserve(KEYS[:1], 100.0)
+    place.act(Expire(), 110.0)
+    (answer,) = place.act(Explain(1, 1, KEYS[:1]), 113.0)
+    assert answer[0] == [(GoneWhy.EXPIRED, 3.0)]
 
 
 def test_a_life_that_claims_to_be_longer_than_its_namespace_allows_is_not_believed(place):

@@ -28,7 +28,7 @@ from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
-from kvstore.record import slot_of, unpack_record
+from kvstore.record import RecordSigner, slot_of, unpack_record
 from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED
 
 ARENA = 64 << 10
@@ -397,3 +397,13 @@ def test_what_a_restart_takes_for_never_used_was_never_used(sizes, monkeypatch):
                 below, above = last < bounds.used_below, write.slot_id >= bounds.used_from
                 assert below or above
     assert bounds.used_from - bounds.used_below > 0
+
+
+def test_with_a_secret_each_record_that_goes_to_the_index_is_signed_for_its_own_key():
+    signer = RecordSigner(b"a secret of the tenant's", "kv:")
+    core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA, signer=signer)
+    put(core, KEYS[:3])
+    records = core.outbox.take_publications(9)
+    assert [key for key, _ in records] == KEYS[2::-1]
+    assert all(signer.right(key, record) for key, record in records)
+    assert not signer.right(KEYS[0], records[0][1])

@@ -236,6 +236,17 @@ class TestEviction:
         assert len(victims) == 31
         assert set(victims) <= set(halves[cold])
 
+    def test_room_is_found_behind_any_number_of_blocks_that_are_shut_in(self, monkeypatch):
+        """Only where there is a window already a limited number of extents is enough."""
+        monkeypatch.setattr("kvstore.core.memory.allocator.LOOKED_ENOUGH", 16)
+        pool = Pool(MIB)
+        slots = sorted((pool.put(8192) for _ in range(128)), key=lambda slot: slot.offset)
+        for slot in slots[:100:2]:
+            pool.pin(slot)
+        for slot in slots[100:]:
+            pool.allocator.used(slot)
+        assert pool.allocator.in_the_way(16 * KIB) == slots[99:101]
+
     def test_the_only_block_that_may_go_goes_for_a_smaller_value(self):
         pool = Pool(64 * KIB)
         block, *_ = [pool.put(8192, seal=number % 2 == 0) for number in range(8)]
