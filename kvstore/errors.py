@@ -8,6 +8,7 @@ one of these.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Callable
 
 SHOWN_CHARS_MAX = 120
 """Of a value, in a message."""
@@ -48,6 +49,17 @@ class UsageError(KVStoreError, ValueError):
     def __init__(self, field: str, value: object, must: str) -> None:
         super().__init__(f"{field}={shown(value)}: {must}")
         self.field = field
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # It has to come back whole from another process: a pool waits for ever for what does not.
+        return _told_elsewhere, (type(self), self.field, str(self))
+
+
+def _told_elsewhere(kind: type[UsageError], field: str, message: str) -> UsageError:
+    error = kind.__new__(kind, message)
+    ValueError.__init__(error, message)
+    error.field = field
+    return error
 
 
 NO_DESCRIPTORS = "raise the limit of open files (`ulimit -n`), or close some"

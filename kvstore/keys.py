@@ -261,7 +261,7 @@ def _length(tokens: Sequence[int]) -> int:
     """The number of `tokens`, which must be a sequence and no text: its bytes are no tokens."""
     ordered = hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")
     if ordered and not isinstance(tokens, str | bytes | bytearray | Mapping):
-        with suppress(TypeError):  # an array or tensor of no dimension
+        with suppress(TypeError, ValueError):  # of no dimension; a view that was released
             return len(tokens)
     raise UsageError("tokens", tokens, "must be a list or a one-dimensional array of integers")
 

@@ -66,7 +66,8 @@ IN_STORE = frozenset({PutStatus.STORED, PutStatus.EXISTS})
 
 
 class PutResult(NamedTuple):
-    """Result of one put; truthy when this value is in the store now."""
+    """Result of one put; truthy when this value was in the store then. What is not retained may be
+    evicted by the next one, of the same call too."""
 
     status: PutStatus
     reason: str = ""

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed by who started this
+            sys.stdout.flush()
         return code
     except UsageError as e:
         print(f"kvstore: {e}", file=sys.stderr)
@@ -42,10 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # `kvstore ls | head`: Python flushes once more at its end, into nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `kvstore ls | head`
+        _write_no_more()
         return EXIT_PIPE_CLOSED
+    except OSError as e:  # standard output that is full, say
+        print(f"kvstore: {e}", file=sys.stderr)
+        _write_no_more()
+        return EXIT_FAILED
+
+
+def _write_no_more() -> None:
+    """Python flushes once more at its end: into nothing."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from kvstore import rundir
 from kvstore.errors import UsageError
@@ -112,3 +113,10 @@ def use_config(path: Path) -> None:
     given = {name: value for name, value in table.items() if name in MOVABLE}
     if MOVABLE.not_in_force(given, where=f"{path} [{MOVABLE.table}]"):
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def standard_input(field: str) -> TextIO:
+    """Return it. Raises `UsageError` where whoever started this has closed it."""
+    if sys.stdin is None:
+        raise UsageError(field, "-", "standard input is closed: name a file")
+    return sys.stdin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence, Set
 from hashlib import blake2b
 from pathlib import Path
@@ -63,7 +62,7 @@ def text(field: str, value: object) -> None:
 
 def _encodes(value: str) -> bool:
     try:
-        os.fsencode(value)
+        value.encode()
     except UnicodeEncodeError:
         return False
     return True
@@ -104,9 +103,10 @@ def pairs(items: Any) -> tuple[list[Any], list[Value]]:
     if isinstance(items, str | bytes | bytearray | memoryview):
         raise UsageError("items", type(items).__name__, must)
     try:
-        found = list(items)
+        each = iter(items)
     except TypeError as e:
         raise UsageError("items", type(items).__name__, must) from e
+    found = list(each)
     if not set(map(type, found)) <= _PAIRS and not all(isinstance(p, tuple | list) for p in found):
         raise UsageError("items", type(items).__name__, must)
     if set(map(len, found)) - {2}:

@@ -47,13 +47,13 @@ class Client:
 
     With no `url` (and no KVSTORE_URL) the embedded Redis and an embedded memory
     node of `node_size_bytes`, one for each key prefix, serve all such clients of this
-    user on this machine, and end with the last of them; the largest value is a
-    sixteenth of the node. With a `url`, values are saved to the memory nodes on this
+    user on this machine, and end with the last of them; the largest value takes
+    all of the node. With a `url`, values are saved to the memory nodes on this
     host that serve the same index (`node` names the one to save to).
 
     What is missing or cannot be reached is a miss: gets return None, puts say
     "rejected" and why. Only wrong arguments raise (`UsageError`), and calls that
-    are about a node itself (`delete`, `pin`, `stats`) when there is none
+    are about a node itself (`delete`, `pin`, `retain`, `clear`) when there is none
     (`NodeUnavailableError`, `DeadlineError`), and a put where /dev/shm has no room for
     the node that this client is to start (`NoSpaceError`).
     """
@@ -91,14 +91,16 @@ class Client:
         - `run_dir`: where processes of this host find each other; None takes KVSTORE_RUN_DIR,
           else a directory of this user.
         - `verify`: "always" writes checksums and compares them at every read, on this host
-          too; "never" only where bytes cross a host or a disk.
+          too; "never" only where bytes cross a host or a disk. The same for all clients of a
+          namespace: what one with "never" has saved, one with "always" cannot check and so
+          never reads.
         - `signing_key`, `salt`: secrets (docs/security.md); None takes KVSTORE_SIGNING_KEY and
           KVSTORE_SALT, or what is in the files that these with _FILE name, else none. `salt`
           is for a namespace given by name; one that is made of fields has its own.
         - `limits`: deadlines and bounds (`Limits`), as far as they are a client's; None takes
           those of the file that KVSTORE_CONFIG names, else the defaults.
-        - `transports`: those that may be used, of "shm", "cuda_ipc", "nixl" and "stream";
-          None takes KVSTORE_TRANSPORTS, else all.
+        - `transports`: those that may be used, of "shm", "cuda_ipc", "cuda_fabric", "nixl"
+          and "stream"; None takes KVSTORE_TRANSPORTS, else all.
         - `security`: what protects streams to other hosts (`StreamSecurity`); None takes
           KVSTORE_SECRET and KVSTORE_TLS_CA, _CERT and _KEY.
         """
@@ -320,6 +322,8 @@ class Client:
 
         The answer is true when all nodes have confirmed it: then nobody finds any more what
         was saved before. It says which have not within `timeout_s`, and what holds then.
+        Raises `NodeUnavailableError` or `DeadlineError` when there are nodes and none could
+        be told: then nothing is dropped.
         """
         self._check_open()
         return self.session.reset([self.namespace.id], arguments.seconds("timeout_s", timeout_s))

@@ -61,7 +61,12 @@ class Pinned:
         dtype = numpy_dtype(numbers.dtype)
         import numpy
 
-        return numpy.ndarray(numbers.shape, dtype, buffer=view)
+        if not self._size_bytes:
+            return numpy.ndarray(numbers.shape, dtype, buffer=view)
+        # Not ndarray(buffer=view): it goes by the memory behind the view, which it takes for
+        # writable, and lets its user make it so. Who then writes ends his process.
+        raw = numpy.frombuffer(view, numpy.uint8)
+        return raw.view(dtype).reshape(numbers.shape)
 
     def tensor(self) -> Any:
         """Return the value as a torch tensor in CPU memory, of its dtype and shape, no copy.

@@ -51,8 +51,11 @@ def reset_everywhere(
         try:
             with until(deadline):
                 return writer.reset(number, some)
-        except NodeUnavailableError:
-            return remote.reset(number, some, deadline)
+        except NodeUnavailableError as here:
+            try:
+                return remote.reset(number, some, deadline)
+            except NodeUnavailableError as away:
+                raise NodeUnavailableError(f"{here}; elsewhere: {away}") from away
 
     try:
         numbers = _tell_all(tell, namespace_ids, machine)

@@ -259,3 +259,29 @@ def test_a_closed_pipe_is_no_traceback(store: Place) -> None:
     )
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("command", "redirected", "said"),
+    [
+        (("get", "closed"), ">&-", "output='-': standard output is closed: give -o FILE"),
+        (("put", "closed"), "<&-", "file='-': standard input is closed: name a file"),
+        (("explain", "--tokens", "-"), "<&-", "tokens='-': standard input is closed: name a file"),
+        (("acl", "--passwords", "-"), "<&-", "passwords='-': standard input is closed: name a"),
+        (("get", "closed"), ">/dev/full", "[Errno 28] No space left on device"),
+        (("stat",), ">/dev/full", "[Errno 28] No space left on device"),
+        (("ls",), ">/dev/full", "[Errno 28] No space left on device"),
+        (("config",), ">/dev/full", "[Errno 28] No space left on device"),
+    ],
+)
+def test_a_stream_that_is_full_or_closed_is_told_in_one_line(
+    store: Place, command: tuple[str, ...], redirected: str, said: str
+) -> None:
+    assert store.here("put", "closed", stdin=VALUE).returncode == 0
+    env = clean_env(KVSTORE_RUN_DIR=str(store.run_dir))
+    shell = ["sh", "-c", f'exec "$@" {redirected}', "sh", *COMMAND, *command]
+    done = subprocess.run(shell, env=env, cwd=REPOSITORY, stderr=subprocess.PIPE, check=False)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode in (1, 2)
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(f"kvstore: {said}")

@@ -12,6 +12,13 @@ from kvstore import AsyncClient, BlockSession, Client, KVStoreError, Limits, Nam
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
+
+def released():
+    view = memoryview(bytearray(8))
+    view.release()
+    return view
+
+
 ODD = {
     "None": None,
     "True": True,
@@ -22,10 +29,12 @@ ODD = {
     "text": "x",
     "no text": "",
     "lone surrogate": "\ud800",
+    "a byte that is no text": "\udcff",
     "a zero": "a\0b",
     "bytes": b"x",
     "no bytes": b"",
     "a bytearray": bytearray(8),
+    "a released view": released(),
     "a list": [1, 2],
     "no list": [],
     "a list of None": [None],
@@ -201,3 +210,12 @@ def test_a_closed_async_client_says_so_at_every_call(node):
         await client.close()
 
     asyncio.run(talk())
+
+
+def test_what_the_callers_own_pairs_raise_comes_through(client):
+    def pairs():
+        yield "k", b"v"
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        client.put_many(pairs())

@@ -11,7 +11,7 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
-from kvstore import Client, NodeUnavailableError, ResetResult
+from kvstore import Client, DeadlineError, NodeUnavailableError, ResetResult
 from kvstore.index.announced import announced_nodes
 from kvstore.limits import NODE_TTL_S
 
@@ -153,6 +153,18 @@ def test_a_node_that_hangs_is_named_and_drops_it_when_it_goes_on(hosts) -> None:
         finally:
             there.signal(signal.SIGCONT)
         wait_until(lambda: found(there) == 0, "it has dropped them", SOON_S)
+
+
+def test_where_the_only_node_hangs_it_is_named_and_nothing_is_dropped(redis: RedisServer) -> None:
+    with NodeProcess(redis, key_prefix="kv:hangs") as node, filled(node) as client:
+        node.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineError):
+                client.clear(0.5)
+            with pytest.raises(NodeUnavailableError, match=f"^node {node.name} did not answer"):
+                client.clear(0.5)
+        finally:
+            node.signal(signal.SIGCONT)
 
 
 def test_without_redis_the_own_host_is_cleared_and_the_others_hear_of_it_later(

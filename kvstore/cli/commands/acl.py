@@ -12,7 +12,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from kvstore.cli.options import KEY_PREFIX_DEFAULT
+from kvstore.cli.options import KEY_PREFIX_DEFAULT, standard_input
 from kvstore.errors import UsageError
 from kvstore.index.redis.acl import AclRole, acl_rules, check_user, password_hash
 from kvstore.index.redis.key_space import check_prefix
@@ -104,10 +104,12 @@ def _setuser(user: str, rules: str) -> str:
 def _read_passwords(name: str) -> dict[AclRole, str]:
     try:
         if name == "-":
-            text = sys.stdin.read(PASSWORD_FILE_BYTES_MAX + 1)
+            text = standard_input("passwords").read(PASSWORD_FILE_BYTES_MAX + 1)
         else:
             with Path(name).open() as file:
                 text = file.read(PASSWORD_FILE_BYTES_MAX + 1)
+    except UsageError:
+        raise
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or "not text"
         raise UsageError("passwords", name, f"cannot be read: {why}") from e

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
-from kvstore.cli.options import NAMESPACE_DEFAULT, add_store, at_least_one, run_dir_of
+from kvstore.cli.options import (
+    NAMESPACE_DEFAULT,
+    add_store,
+    at_least_one,
+    run_dir_of,
+    standard_input,
+)
 from kvstore.cli.output import as_json
 from kvstore.cli.store import LIMITS, store_url
 from kvstore.client.client import Client
@@ -89,10 +94,12 @@ def _namespace(args: argparse.Namespace) -> str | Namespace:
 def _tokens(name: str) -> list[int]:
     try:
         if name == "-":
-            text = sys.stdin.read(TOKEN_FILE_BYTES_MAX + 1)
+            text = standard_input("tokens").read(TOKEN_FILE_BYTES_MAX + 1)
         else:
             with Path(name).open() as file:
                 text = file.read(TOKEN_FILE_BYTES_MAX + 1)
+    except UsageError:
+        raise
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or "not text"
         raise UsageError("tokens", name, f"cannot be read: {why}") from e

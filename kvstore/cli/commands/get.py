@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if note:
         print(f"kvstore: {args.key}: {note}", file=sys.stderr)
     if args.output is None or args.output == "-":
+        if sys.stdout is None:
+            raise UsageError("output", "-", "standard output is closed: give -o FILE")
         sys.stdout.buffer.write(value)
         sys.stdout.buffer.flush()
         return 0

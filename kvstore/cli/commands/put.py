@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvstore.cli.options import add_store, run_dir_of
+from kvstore.cli.options import add_store, run_dir_of, standard_input
 from kvstore.cli.store import open_client
 from kvstore.errors import UsageError
 from kvstore.limits import VALUE_BYTES_MAX
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(name: str) -> bytes:
     try:
         if name == "-":
-            value = sys.stdin.buffer.read(VALUE_BYTES_MAX + 1)
+            value = standard_input("file").buffer.read(VALUE_BYTES_MAX + 1)
         else:
             with Path(name).open("rb") as file:
                 value = file.read(VALUE_BYTES_MAX + 1)

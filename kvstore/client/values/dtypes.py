@@ -23,7 +23,7 @@ _NUMPY_NAMES = (
     *("|b1", "|i1", "|u1"),
     *(
         f"{_NATIVE}{name}"
-        for name in ["i2", "i4", "i8", "u2", "u4", "u8", "f1", "f2", "f4", "f8", "c8", "c16", "c32"]
+        for name in ["i2", "i4", "i8", "u2", "u4", "u8", "f1", "f2", "f4", "f8", "c8", "c16"]
     ),
 )
 """Of numpy's names those that stand for a dtype that has another one."""
@@ -96,5 +96,6 @@ def _common(name: str) -> str:
     if name[1] == "b":
         return "bool"
     kind, bits = _KINDS.get(name[1]), int(name[2:]) * 8
-    # A long double of 16 bytes has 80 bits of its own, not IEEE's 128.
-    return name if kind is None or (kind == "float" and bits > 64) else f"{kind}{bits}"
+    # A long double of 16 bytes has 80 bits of its own, not IEEE's 128; two of them are a complex.
+    own = bits > {"float": 64, "complex": 128}.get(kind or "", bits)
+    return name if kind is None or own else f"{kind}{bits}"

@@ -36,7 +36,7 @@ class Out:
         self._out = out
         self._is: Described | None = None
         """Its dtype and shape; None for plain bytes."""
-        if type(out) is memoryview and out.format == "B" and out.ndim == 1 and out.nbytes:
+        if type(out) is memoryview and _is_plain(out):
             self._array = False
             self.room = _writable(out)
             return
@@ -110,6 +110,13 @@ class Out:
         if not self._array:
             return self.room[:size_bytes]
         return self._out if self._is is not None else self._out[:size_bytes]
+
+
+def _is_plain(view: memoryview) -> bool:
+    try:
+        return view.format == "B" and view.ndim == 1 and view.nbytes > 0
+    except ValueError as e:
+        raise UsageError("out", "memoryview", "must not be released") from e
 
 
 def _writable(view: memoryview, given: str = "memoryview") -> memoryview:

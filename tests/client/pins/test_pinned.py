@@ -23,6 +23,8 @@ ARRAYS = {
     "nothing": numpy.zeros((0, 3), "<f4"),
     "dates": numpy.array(["2020-01-01"], "<M8[D]"),
     "text": numpy.array(["ab", "c"]),
+    "long doubles": numpy.array([1.5, 2.5], numpy.longdouble),
+    "complex numbers of long doubles": numpy.array([1 + 2j], numpy.clongdouble),
 }
 
 
@@ -36,6 +38,8 @@ def test_numpy_has_the_dtype_and_shape_of_the_array_and_cannot_be_written(client
         assert array.tobytes() == value.tobytes()
         assert not array.flags.writeable
         if value.size:
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                array.flags.writeable = True
             assert numpy.shares_memory(array, numpy.asarray(pin.buffer))
 
 
