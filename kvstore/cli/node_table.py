@@ -43,8 +43,9 @@ class NodeTable:
     numa: str = numa.NONE
     """On which NUMA nodes its memory is: `interleave` over all, the number of one, or `none`: of
     whichever core touches it first (docs/decisions/0049)."""
-    policy: Literal["lru"] = "lru"
-    """What goes when it is full."""
+    policy: Literal["head-start", "lru"] = "lru"
+    """What goes when it is full: what nobody has used for longest (`lru`), or by how often it was
+    used, too (`head-start`, docs/decisions/0092)."""
     listen: str = ""
     """HOST:PORT to serve other hosts at; empty: not at all."""
     advertise: str = ""

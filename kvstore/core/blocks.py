@@ -40,6 +40,12 @@ GENERATIONS_AHEAD = 1 << 20
 """How many are given out between two notes of how far they go."""
 PAGES_AHEAD = 1 << 12
 """As many more pages than are used count as used at a restart."""
+# recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
+COUNTED = (
+    *("stored", "exists", "in_progress", "rejected", "evicted", "expired", "moved", "retentions"),
+    *("retentions_refused", "retentions_broken", "aborted", "dropped", "corrupt", "writers_died"),
+    *("tasks_failed", "recovered", "recovery_dropped", "repaired"),
+)
 
 
 class Blocks:
@@ -86,30 +92,9 @@ class Blocks:
         """Values of so many bytes found no room in the request at hand."""
         self.now = 0.0
         """When the event that is being handled happened."""
-        # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
-        self.counts: dict[str, int] = dict.fromkeys(
-            (
-                "stored",
-                "exists",
-                "in_progress",
-                "rejected",
-                "evicted",
-                "expired",
-                "moved",
-                "retentions",
-                "retentions_refused",
-                "retentions_broken",
-                "aborted",
-                "dropped",
-                "corrupt",
-                "writers_died",
-                "tasks_failed",
-                "recovered",
-                "recovery_dropped",
-                "repaired",
-            ),
-            0,
-        )
+        self.least = 1
+        """Uses that the next block of the run at hand has at least."""
+        self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
     def _take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
         """Slots in state RESERVED for up to `count` values of `length` bytes each: as many as find
@@ -140,6 +125,7 @@ class Blocks:
     def _evict(self, victims: Sequence[Slot], writes: list[Write], now: float) -> None:
         assert not any(victim.kept_until for victim in victims)
         self.counts["evicted"] += len(victims)
+        self.allocator.evicted(victims)
         self._free(victims, SlotEvent.EVICT, writes)
         self.gone.note_each((victim.key for victim in victims), GoneWhy.EVICTED, now)
 
@@ -179,7 +165,7 @@ class Blocks:
         """The same block in another slot, under another generation (rule 4).
 
         It is SEALED there before its old header says FREE: whenever the node is killed, one of
-        them is whole, and of two a restart takes the later. It counts as used just now.
+        them is whole, and of two a restart takes the later. Its place is the policy's business.
         """
         self._begin([new], writes)
         new.key = old.key
@@ -196,11 +182,12 @@ class Blocks:
         # The headers hold the key twice for a moment, the books never.
         freed: list[Write] = []
         until_s, tenant, dies_at = old.kept_until, old.tenant, old.dies_at
+        placed = self.allocator.moved(old, new)
         self._retain_no_more(old, freed)
         self._free([old], SlotEvent.EVICT, freed)
         if until_s:
             self._retain(new, until_s, tenant, writes)
-        self._seal([new], writes, dies_at)
+        self._seal([new], writes, dies_at, placed=placed)
         writes += freed
         self.counts["moved"] += 1
 
@@ -229,8 +216,17 @@ class Blocks:
         self.bounds = bounds
         self._generation = bounds.generation
 
-    def _seal(self, slots: Sequence[Slot], writes: list[Write], dies_at: int | None = None) -> None:
-        """RESERVED to SEALED; `dies_at` is of a block that has lived before."""
+    def _seal(
+        self,
+        slots: Sequence[Slot],
+        writes: list[Write],
+        dies_at: int | None = None,
+        *,
+        placed: bool = False,
+        run: bool = False,
+    ) -> None:
+        """RESERVED to SEALED; `dies_at` is of a block that has lived before. `placed`: it is among
+        what may go already. `run`: the end of a run comes first."""
         move_each(slots, SlotEvent.COMMIT)
         for slot in slots:
             if ttl_s := ttl_of(slot.namespace_id):
@@ -244,7 +240,10 @@ class Blocks:
         if self.changes is not None:
             for slot in slots:
                 self.changes.stored(slot.key)
-        self.allocator.became_evictable(*slots)
+        if run:
+            self.least = self.allocator.became_evictable(*slots, least=self.least, run=True)
+        elif not placed:
+            self.allocator.became_evictable(*slots)
         writes += map(seal_of, parts)
         self.outbox.publish(*slots)
 
@@ -326,10 +325,10 @@ class Blocks:
             writes.append(Keep(slot.slot_id, 0, 0))
 
     def _end_retention(self, slot: Slot, writes: list[Write]) -> None:
-        """A retained block becomes one like others, used just now."""
+        """A retained block becomes one like others: not one use more, but it goes after them."""
         self._retain_no_more(slot, writes)
         if not slot.pins:
-            self.allocator.became_evictable(slot)
+            self.allocator.became_evictable(slot, least=0)
 
     def _pin_slot(self, slot: Slot, writes: list[Write]) -> None:
         if slot.pins == 0:
@@ -343,18 +342,19 @@ class Blocks:
         assert slot.pins > 0
         return slot
 
-    def _unpin_slot(self, slot: Slot, count: int, writes: list[Write]) -> None:
+    def _unpin_slot(self, slot: Slot, count: int, writes: list[Write], least: int = 1) -> int:
+        """`least` and what is returned are as in `EvictionPolicy`: who lets go has used it."""
         slot.pins -= count
         assert slot.pins >= 0
         if slot.pins:
-            return
+            return least
         writes.append(Hold(slot.slot_id, False))
         if slot.state is SlotState.DOOMED:
             slot.move(SlotEvent.UNPIN)
             self._wipe(slot, writes)
             self.allocator.became_free(slot)
-        else:
-            self.allocator.became_evictable(slot)
+            return least
+        return self.allocator.became_evictable(slot, least=least)
 
     def record(self, slot: Slot, epoch: int) -> bytes:
         """The record of a block in the index, as a start of that epoch writes it."""

@@ -7,7 +7,7 @@ tier itself.
 
 from __future__ import annotations
 
-from heapq import nsmallest
+from itertools import islice
 from typing import Any
 
 from kvstore.core.answers import ColdBlock
@@ -58,10 +58,7 @@ class DemotingCore(NodeCore):
         short_bytes = event.free_bytes - self.allocator.free_bytes
         leave: list[Slot] = []
         if short_bytes > 0:
-            # A pool in VRAM has some thousand blocks: looking at all of them takes about as
-            # long as one of them takes to be copied.
-            idle = (s for s in self.by_key.values() if _idle(s))
-            for slot in nsmallest(event.at_most, idle, key=lambda s: s.last_use):
+            for slot in islice(self.allocator.coldest(), event.at_most):
                 if short_bytes <= 0:
                     break
                 short_bytes -= slot.length
@@ -95,14 +92,12 @@ class DemotingCore(NodeCore):
             slot = self.allocator.slot(slot_id)
             if slot is None or slot.generation != generation or slot_id not in session.pins:
                 continue
-            self._unpin_slot(slot, session.pins.pop(slot_id), effects.writes)
+            # Who took it down has not used it.
+            self._unpin_slot(slot, session.pins.pop(slot_id), effects.writes, least=0)
             if slot.state is not SlotState.SEALED:
                 continue  # it was dropped meanwhile, and is free by now
             self.gone.note(slot.key, GoneWhy.EVICTED, now)
             self.counts["evicted"] += 1
+            self.allocator.evicted([slot])
             self._free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, effects.writes)
         effects.replies.append(Reply(event.session, event.request, None, False))
-
-
-def _idle(slot: Slot) -> bool:
-    return slot.state is SlotState.SEALED and not slot.pins

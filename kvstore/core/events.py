@@ -36,6 +36,8 @@ class Commit(NamedTuple):
     session: int
     request: int
     items: Sequence[tuple[int, int, int]]
+    goes_on: bool = False
+    """It is the part of a larger one before the part that came before it (parts.py)."""
 
 
 class Abort(NamedTuple):
@@ -60,6 +62,8 @@ class Unpin(NamedTuple):
     session: int
     request: int
     items: Sequence[tuple[int, int]]
+    goes_on: bool = False
+    """As in `Commit`."""
 
 
 class Retain(NamedTuple):
@@ -78,6 +82,8 @@ class Touch(NamedTuple):
 
     session: int
     keys: Sequence[Key]
+    goes_on: bool = False
+    """As in `Commit`."""
 
 
 class Drop(NamedTuple):

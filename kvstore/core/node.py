@@ -146,6 +146,7 @@ class NodeCore(Reservations):
         """Decide. `now` is in seconds of a clock that never runs backwards."""
         effects = Effects([], [], [])
         self.now = now
+        self.allocator.begins(now)
         if self.retained.next_end <= now:
             for slot in self.retained.over(now):
                 self._end_retention(slot, effects.writes)
@@ -231,6 +232,7 @@ class NodeCore(Reservations):
 
     def _touch(self, event: Touch, effects: Effects, now: float) -> None:
         by_key = self.by_key
+        self._begin_run(event.session, event.goes_on)
         self._used([by_key[key] for key in event.keys if key in by_key])
 
     def _pin(self, event: Pin, effects: Effects, now: float) -> None:
@@ -252,6 +254,7 @@ class NodeCore(Reservations):
 
     def _unpin(self, event: Unpin, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session, Session())
+        self._begin_run(event.session, event.goes_on)
         for slot_id, generation in reversed(event.items):  # see `_used`
             slot = self.allocator.slot(slot_id)
             held = session.pins.get(slot_id, 0)
@@ -261,7 +264,7 @@ class NodeCore(Reservations):
                 del session.pins[slot_id]
             else:
                 session.pins[slot_id] = held - 1
-            self._unpin_slot(slot, 1, effects.writes)
+            self.least = self._unpin_slot(slot, 1, effects.writes, self.least)
         effects.replies.append(Reply(event.session, event.request, None, False))
 
     def _retain_keys(self, event: Retain, effects: Effects, now: float) -> None:

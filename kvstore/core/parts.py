@@ -3,7 +3,8 @@
 A node's thread does one thing at a time: between two parts of one client's request those of
 others have their turn (node/control/turns.py). The parts of a request, in their order, leave the
 core as the whole would, as far as nobody else asks between them: what is used first and last among
-its blocks, too. So what the core goes through backwards is cut from its end.
+its blocks, too. So what the core goes through backwards is cut from its end, and its parts but the
+first go on with a run.
 
 Who comes back or dies may have thousands of slots: it is cut by those that it has, and they are
 free one part after the other (never before: rule 5).
@@ -77,16 +78,21 @@ def parts_of(
         return (event,)
     cut: Callable[..., Event] = event._replace
     starts = range(0, count, at_most)
+    backwards = isinstance(event, _BACKWARDS)
     parts = [
-        cut(**{field: getattr(event, field)[start : start + at_most] for field in fields})
+        cut(
+            **{field: getattr(event, field)[start : start + at_most] for field in fields},
+            **({"goes_on": start != starts[-1]} if backwards else {}),
+        )
         for start in starts
     ]
-    if isinstance(event, _BACKWARDS):
-        parts.reverse()
     if isinstance(event, Reserve):
         # What was there, or came along, was used: the head of a prefix last.
         keys = event.keys
-        parts += [Touch(event.session, keys[s : s + at_most]) for s in reversed(starts)]
+        used = [Touch(event.session, keys[s : s + at_most], s != starts[-1]) for s in starts]
+        return [*parts, *reversed(used)]
+    if backwards:
+        parts.reverse()
     return parts
 
 

@@ -59,8 +59,8 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int, now: float) -> list[W
     `former_epoch` is that of the records the index holds, `now` the time of the node's clock, which
     goes on over its starts. All blocks must be
     published anew, under the new epoch, the last saved first: generations, of which a node
-    has one count, say in which order they were reserved. When each was used last is not
-    known. Raises `InternalError` when slots overlap.
+    has one count, say in which order they were reserved. When each was used last, and how
+    often, is not known. Raises `InternalError` when slots overlap.
     """
     core.restore(seen.bounds)
     core.allocator.restore(
@@ -103,6 +103,7 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int, now: float) -> list[W
         core.outbox.publish_again(slot)
     core.by_key = dict(reversed(core.by_key.items()))
     core.counts["recovered"] = len(core.by_key)
+    core.allocator.begins(now)
     core.allocator.restored(reversed(evictable))
     for block in seen.gone:
         _disown(core, block, former_epoch)

@@ -34,6 +34,8 @@ class Reservations(Blocks):
 
     _sessions: dict[int, Session]
     """By number of the client."""
+    _run_of = FORMER
+    """Whose run was walked last."""
 
     def holds(self, session: int) -> bool:
         """Whether this session has reservations or pins that must outlive its connection."""
@@ -77,6 +79,7 @@ class Reservations(Blocks):
                 continue
             used += self._give(session, taken, event, answers, effects.writes, now)
         if len(used) > 1:
+            self._begin_run(event.session, goes_on=False)
             self._used(used)
         effects.replies.append(
             Reply(event.session, event.request, answers, self.counts["stored"] > stored)
@@ -170,6 +173,7 @@ class Reservations(Blocks):
         session = self._sessions.get(event.session)
         answers: list[PutResult] = []
         sealed: list[Slot] = []
+        self._begin_run(event.session, event.goes_on)
         # Backwards: see `_used`.
         for slot_id, generation, checksum in reversed(event.items):
             slot = self._owned(session, slot_id, generation)
@@ -186,7 +190,7 @@ class Reservations(Blocks):
             slot.checksum = checksum
             sealed.append(slot)
             answers.append(STORED)
-        self._seal(sealed, effects.writes)
+        self._seal(sealed, effects.writes, run=True)
         self.counts["stored"] += len(sealed)
         answers.reverse()
         effects.replies.append(Reply(event.session, event.request, answers, True))
@@ -242,13 +246,21 @@ class Reservations(Blocks):
         if event.slots is None:
             del self._sessions[event.session]
 
+    def _begin_run(self, session: int, goes_on: bool) -> None:
+        """A message about a run of blocks begins, or goes on with what is before another part. When
+        others' runs came between the two, the part counts as a run of its own."""
+        if not goes_on or session != self._run_of:
+            self._run_of, self.least = session, 1
+
     def _used(self, run: Sequence[Slot]) -> None:
         """Blocks of one message were used; they come in the order of their prefix.
 
         The last of them counts as used first: a prefix without its end is still a
         prefix, so the end of a run must be evicted before its head.
         """
+        least = self.least
         for slot in reversed(run):
             if slot.state is SlotState.SEALED:
-                self.allocator.used(slot)
+                least = self.allocator.used(slot, least)
                 slot.used_at = self.now
+        self.least = least

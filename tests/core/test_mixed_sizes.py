@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.core.answers import Grant
 from kvstore.core.events import Commit, Reserve, Touch
+from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.types import STORED
 
@@ -13,8 +14,12 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Node:
+    policy = "lru"
+
     def __init__(self, size_bytes):
-        self.core = NodeCore(node_id=5, epoch=9, size_bytes=size_bytes)
+        self.core = NodeCore(
+            node_id=5, epoch=9, size_bytes=size_bytes, policy=POLICIES[self.policy]
+        )
         self.rng = random.Random(1)
         self.now = 0.0
 
@@ -39,6 +44,11 @@ class Node:
 
     def there(self, keys):
         return sum(key in self.core.by_key for key in keys)
+
+
+@pytest.fixture(params=sorted(POLICIES), autouse=True)
+def _each_policy(request, monkeypatch):
+    monkeypatch.setattr(Node, "policy", request.param)
 
 
 def full(size_bytes, block_bytes):

@@ -29,6 +29,7 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.holdings import Session
+from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.core.parts import joined, parts_of
 
@@ -63,7 +64,9 @@ def in_parts(core: NodeCore, event: Any, now: float) -> Any:
 
 
 def state(core: NodeCore) -> object:
-    blocks = {k: (s.state, s.length, s.pins, s.kept_until) for k, s in core.by_key.items()}
+    """As the next event finds it."""
+    core.allocator.begins(core.now)
+    blocks = {k: (s.state, s.length, s.pins, s.kept_until, s.uses) for k, s in core.by_key.items()}
     counts = {name: core.counts[name] for name in ("aborted", "writers_died", "evicted")}
     coldest = [core.allocator.slot(slot_id).key for slot_id in core.allocator._evictable.coldest()]
     return blocks, coldest, counts
@@ -114,10 +117,14 @@ def comparable(answer: Any) -> Any:
     return [type(a) if isinstance(a, Grant | bytes) else a for a in answer.body]
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(20))
-def test_the_node_and_the_answers_are_the_same(seed: int) -> None:
+def test_the_node_and_the_answers_are_the_same(seed: int, policy: str) -> None:
     rng = random.Random(seed)
-    cores = [NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096) for _ in range(2)]
+    cores = [
+        NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096, policy=POLICIES[policy])
+        for _ in range(2)
+    ]
     held: list[list[Any]] = [[], []]
     cut = 0
     for step in range(ROUNDS):

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.core.events import Abort, Commit, Drop, Pin, Reserve, Touch, Unpin
 from kvstore.core.memory.allocator import Allocator
+from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.limits import Limits
@@ -62,7 +63,10 @@ def event_of(rng, request, held, pinned):
 def books(core):
     """All that is known of each block, and in which order they would go."""
     slots = {
-        key: (slot.slot_id, slot.offset, slot.generation, slot.state, slot.last_use, slot.record)
+        key: (
+            *(slot.slot_id, slot.offset, slot.generation, slot.state, slot.last_use, slot.record),
+            *(slot.uses, slot.counted_at, slot.placed_at),
+        )
         for key, slot in core.by_key.items()
     }
     order = [core.allocator.slot(i).key for i in core.allocator._evictable.coldest()]
@@ -75,12 +79,13 @@ def books(core):
     )
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(10))
-def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed):
+def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed, policy):
     rng = random.Random(seed)
     limits = Limits(reservations_per_client=20, gone_keys=50)
     cores = [
-        kind(node_id=7, epoch=1, size_bytes=16 << 20, limits=limits)
+        kind(node_id=7, epoch=1, size_bytes=16 << 20, limits=limits, policy=POLICIES[policy])
         for kind in (NodeCore, OneByOne)
     ]
     held, pinned, full = set(), [], 0

@@ -15,8 +15,8 @@ holes. Nothing is evicted for that; what may be moved for one request is limited
 
 Eviction, when nothing fits and nothing can be moved: the cheapest window of neighbouring
 free and evictable extents that holds the request, around any of the coldest `COLD_TRIED`
-blocks. Cost is the bytes of live blocks in it, each times the uses that came after the coldest
-block's and before its own, so the coldest costs nothing, however large; bytes decide between
+blocks. Cost is the bytes of live blocks in it, each times how much later than the coldest the
+policy would have it go, so the coldest costs nothing, however large; bytes decide between
 windows that are as cold. A window ends at what is reserved, pinned or retained. When such slots
 shut all of those blocks in, the window is that of the coldest which they do not. What was looked
 at around one block is not looked at again for the others in it: they lie beside each other
@@ -73,8 +73,8 @@ LOOKED_MAX = 1 << 16
 """Extents that are looked at for one window: at 2 us each, the node's loop answers nobody for so
 long. Many more than the first few only where pins or reservations shut nearly all blocks in."""
 LATER = 1 << 40
-"""What a granule costs for each use that came between the coldest block's and its own. Granules as
-such cost one: they decide between windows that are as cold."""
+"""What a granule costs for each step (with LRU, each use) between the coldest block and its own.
+Granules as such cost one: they decide between windows that are as cold."""
 SMALL_PART = 1024
 """A value smaller than such a part of the segment counts as small."""
 FREE_PART = 5
@@ -162,6 +162,10 @@ class Allocator:
         """Whether the policy has it among what may be evicted: slow, for checks."""
         return slot.slot_id in self._evictable.coldest()
 
+    def begins(self, now: float) -> None:
+        """An event begins, at a time of the node's clock: it tells the policy."""
+        self._evictable.begins(now)
+
     # --- taking ---------------------------------------------------------------
 
     def take(self, length: int, count: int = 1) -> list[Slot]:
@@ -206,34 +210,52 @@ class Allocator:
 
     def became_busy(self, slot: Slot) -> None:
         """Pinned or retained: not evictable."""
-        self._evictable.remove(slot.slot_id)
+        self._evictable.remove(slot)
 
-    def became_evictable(self, *slots: Slot) -> None:
+    def became_evictable(self, *slots: Slot, least: int = 1, run: bool = False) -> int:
         """Sealed, or sealed and no longer pinned or retained, one after the other. Those that are
-        retained still are not."""
+        retained still are not. `least` and what is returned are as in `EvictionPolicy`; of a
+        `run`, whose end comes first, each block hands them to the next."""
         if slots:
             self._shut_in.clear()
+        policy, uses = self._evictable, least
         for slot in slots:
             self._tick += 1
             slot.last_use = self._tick
-            if not slot.kept_until:
-                self._evictable.insert(slot.slot_id)
+            hold = policy.touch if slot.kept_until else policy.insert
+            uses = hold(slot, least)
+            if run:
+                least = uses
+        return uses
 
     def became_free(self, *slots: Slot) -> None:
         """Aborted, evicted, dropped or unpinned after they were dropped, at once."""
         self._join_spares()
         for slot in slots:
-            if not self._evictable.remove(slot.slot_id):
+            if not self._evictable.remove(slot):
                 self._shut_in.clear()
+            slot.uses = 0
             if self._spares and self._spares[0].size != slot.size:
                 self._join_spares()
             self._spares.append(slot)
 
-    def used(self, slot: Slot) -> None:
-        """A reader used the block."""
+    def used(self, slot: Slot, least: int = 1) -> int:
+        """A reader used the block; `least` and what is returned are as in `EvictionPolicy`."""
         self._tick += 1
         slot.last_use = self._tick
-        self._evictable.touch(slot.slot_id)
+        return self._evictable.touch(slot, least)
+
+    def evicted(self, slots: Iterable[Slot]) -> None:
+        """Those are about to become free because their room is needed: it tells the policy."""
+        self._evictable.evicted(slots)
+
+    def moved(self, old: Slot, new: Slot) -> bool:
+        """The block of `old` is in `new` now; whether it has become evictable there by that."""
+        if not self._evictable.moved(old, new):
+            return False
+        new.last_use = old.last_use
+        self._shut_in.clear()
+        return True
 
     # --- moving -----------------------------------------------------------------
 
@@ -290,7 +312,7 @@ class Allocator:
         size = granules_of(length)
         self._join_spares()
         some = islice(self._slots.values(), LOOKED_MAX)
-        blocks = chain(self._coldest(), (s for s in some if s.kept_until and _may_move(s)))
+        blocks = chain(self.coldest(), (s for s in some if s.kept_until and _may_move(s)))
         windows = self._windows(blocks, size, _clearing_cost, _may_move, set(), LOOKED_MAX)
         window = cheapest(windows)
         if window is None:
@@ -350,28 +372,23 @@ class Allocator:
         """`victims`, whether or not anything is evicted here."""
         size = granules_of(length)
         self._join_spares()
-        alike = list(takewhile(lambda slot: slot.size == size, islice(self._coldest(), count)))
+        alike = list(takewhile(lambda slot: slot.size == size, islice(self.coldest(), count)))
         if alike:
             return alike
-        first = next(self._coldest(), None)
+        first = next(self.coldest(), None)
         if first is None:
             return []
         if size < self._shut_in_size:
             self._shut_in.clear()
         self._shut_in_size = size
-        cost = self._evict_cost(first)
-        windows = self._windows(self._coldest(), size, cost, _may_go, self._shut_in, look)
+        cost = self._evictable.costs(first, LATER)
+        windows = self._windows(self.coldest(), size, cost, _may_go, self._shut_in, look)
         window = cheapest(windows)
         return [] if window is None else window.slots
 
-    def _coldest(self) -> Iterator[Slot]:
-        """What may go, coldest first."""
+    def coldest(self) -> Iterator[Slot]:
+        """What may go, coldest first; good until the next change."""
         return map(self._slots.__getitem__, self._evictable.coldest())
-
-    def _evict_cost(self, coldest: Slot) -> Callable[[Slot], int]:
-        """What it costs to evict a block, beside the one that goes first."""
-        since = coldest.last_use
-        return lambda slot: slot.size * (1 + LATER * max(0, slot.last_use - since))
 
     def _windows(
         self,

@@ -3,30 +3,62 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
+
+from kvstore.core.memory.head_start import HeadStart
+from kvstore.core.memory.slots import Slot
 
 
 class EvictionPolicy(Protocol):
-    """Orders exactly the slots that may be evicted: those sealed and not pinned.
+    """Orders exactly the slots that may be evicted: those sealed, not pinned and not retained.
 
-    Pure and deterministic. Every operation, and every step of `coldest`, is constant time.
+    Pure and deterministic: what time it is, `begins` says. Every operation, and every step of
+    `coldest`, is constant time; `begins` takes as long as the event before used blocks, and now
+    and then as long as what the policy remembers.
+
+    What is used in an event goes after what is not, whatever is evicted for it meanwhile, and what
+    is used later in it goes later. So a run of blocks that are handled together leaves what the
+    same blocks one by one would leave.
+
+    A run is walked from its end: `insert` and `touch` take how often the block behind was used, and
+    return that of this one, for the block before it. `least` is 1 for a block of no run, and for
+    the end of one.
     """
 
-    def insert(self, slot_id: int) -> None:
-        """A slot became evictable and counts as just used."""
+    def begins(self, now: float) -> None:
+        """An event begins, at a time of the node's clock."""
         ...
 
-    def touch(self, slot_id: int) -> None:
-        """A slot was used; a slot that is not held is ignored."""
+    def insert(self, slot: Slot, least: int) -> int:
+        """A slot became evictable, and goes after all others. With a `least` of 0 nobody used it:
+        what kept it ended."""
         ...
 
-    def remove(self, slot_id: int) -> bool:
-        """A slot is evictable no more; False when it was not."""
+    def touch(self, slot: Slot, least: int) -> int:
+        """A slot was used. One that is not held is not held then either."""
+        ...
+
+    def remove(self, slot: Slot) -> bool:
+        """A slot is evictable no more; False when it was not. It may come back by `insert`."""
+        ...
+
+    def moved(self, old: Slot, new: Slot) -> bool:
+        """The block of `old` is in `new` now, of which nothing is known yet: True when that one has
+        its place in the order too, False when it must be inserted."""
+        ...
+
+    def evicted(self, slots: Iterable[Slot]) -> None:
+        """Blocks are about to go because space is needed, and are not removed yet."""
         ...
 
     def coldest(self) -> Iterator[int]:
-        """All slots, the one to evict first first; good until the next operation."""
+        """Ids of all slots, the one to evict first first; good until the next operation."""
+        ...
+
+    def costs(self, coldest: Slot, later: int) -> Callable[[Slot], int]:
+        """What it costs to evict a slot, in granules: its size, and `later` times as much the later
+        it goes than the coldest. Grows with the order of `coldest`."""
         ...
 
 
@@ -41,20 +73,38 @@ class LRU:
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def insert(self, slot_id: int) -> None:
-        self._order[slot_id] = None
-        self._order.move_to_end(slot_id)
+    def begins(self, now: float) -> None:
+        """Nothing depends on the time."""
 
-    def touch(self, slot_id: int) -> None:
-        if slot_id in self._order:
-            self._order.move_to_end(slot_id)
+    def insert(self, slot: Slot, least: int) -> int:
+        order, slot_id = self._order, slot.slot_id
+        order[slot_id] = None
+        order.move_to_end(slot_id)
+        return least
 
-    def remove(self, slot_id: int) -> bool:
+    def touch(self, slot: Slot, least: int) -> int:
+        order, slot_id = self._order, slot.slot_id
+        if slot_id in order:
+            order.move_to_end(slot_id)
+        return least
+
+    def remove(self, slot: Slot) -> bool:
+        slot_id = slot.slot_id
         return self._order.pop(slot_id, slot_id) is None
+
+    def moved(self, old: Slot, new: Slot) -> bool:
+        return False
+
+    def evicted(self, slots: Iterable[Slot]) -> None:
+        """Nothing of them is remembered."""
 
     def coldest(self) -> Iterator[int]:
         return iter(self._order)
 
+    def costs(self, coldest: Slot, later: int) -> Callable[[Slot], int]:
+        since = coldest.last_use
+        return lambda slot: slot.size * (1 + later * max(0, slot.last_use - since))
 
-POLICIES: dict[str, PolicyFactory] = {"lru": LRU}
+
+POLICIES: dict[str, PolicyFactory] = {"head-start": HeadStart, "lru": LRU}
 """Eviction policies by the name a user gives."""

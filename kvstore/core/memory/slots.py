@@ -53,6 +53,7 @@ class Slot:
 
     __slots__ = (
         "checksum",
+        "counted_at",
         "dies_at",
         "former_epoch",
         "generation",
@@ -65,6 +66,7 @@ class Slot:
         "namespace_id",
         "offset",
         "pins",
+        "placed_at",
         "published",
         "record",
         "reserved_at",
@@ -74,6 +76,7 @@ class Slot:
         "state",
         "tenant",
         "used_at",
+        "uses",
         "void",
     )
 
@@ -114,6 +117,13 @@ class Slot:
         """For whom it is retained."""
         self.dies_at = 0
         """Of the node's clock: when its life is over (bounded.py); 0: it has no bound."""
+        # Only an eviction policy that counts uses changes these (head_start.py).
+        self.uses = 0
+        """How often its block was used, as far as the policy counts; 0: it has not seen it."""
+        self.counted_at = 0.0
+        """When the last of them was."""
+        self.placed_at = 0.0
+        """Since when it has its place in the order; that may be later."""
 
     @property
     def granule(self) -> int:

@@ -43,6 +43,8 @@ LIMITS = Limits(
 TURN_ITEMS = 2
 AT_ONCE_ITEMS = MESSAGE_ITEMS + TURN_ITEMS
 """Requests of simulated clients are for a dozen blocks at most: these are in parts."""
+POLICY_NAMES = ("lru", "head-start")
+"""By turns over the seeds: nothing is drawn for it."""
 MOVES = 0.1
 """How often a block is moved before a slot is taken."""
 
@@ -142,6 +144,7 @@ class SimNode(Node):
             limits=LIMITS,
             shm_dir=run_dir / "shm",
             keep=world.rng.random() < 0.5,
+            policy=POLICY_NAMES[world.seed % len(POLICY_NAMES)],
         )
         super().__init__(config, guarded(world, LIMITS.publish_timeout_s), machine=world.machine)
         self.world = world

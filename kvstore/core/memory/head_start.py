@@ -1,0 +1,263 @@
+"""Evicts by last use, with a head start for what was used more than once: policy `head-start`.
+
+A block goes by the time of its last use and a head start, which grows with the uses that are known
+of it, in units of the typical gap between two uses of a block. That gap is learned from the uses
+themselves: a fixed one is a trap (docs/decisions/0092). Who has left is remembered for a while
+(`Ghosts`), so that a block that comes back does not begin anew.
+
+Blocks are of use as prefixes alone, so a block never counts as used less often than the one behind
+it: `least`, which whoever walks a run from its end carries along. Anything that forgets single
+blocks, or draws lots, punches holes into prefixes.
+
+What the event at hand has used stands in a list of its own, as if used most often, and joins the
+others when the next event begins. What was learned counts from then on, too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
+from math import log2
+
+from kvstore.core.memory.slots import Slot
+from kvstore.types import Key
+
+USES_MAX = 8
+"""More uses count as so many."""
+STEP = 4
+"""Head starts are in such parts of the gap."""
+FRESH = 0
+"""The list of what the event at hand has used; the others have the number of uses."""
+HEADS = tuple(round(1.5 * STEP * log2(uses)) for uses in (USES_MAX, *range(1, USES_MAX + 1)))
+"""The head start of each list."""
+SAME_USE_S = 1.0
+"""Uses within so long are one: a request is several messages, and may name a block in each."""
+LEARNED_USES_MAX = 5
+"""Gaps after so many uses at most are learned from: what all prompts begin with is used all the
+time, and says nothing of others."""
+GAP_FIRST_S, GAP_MIN_S, GAP_MAX_S = 100.0, 5.0, 3600.0
+"""The gap until one was learned, and what it may be."""
+LEARN_EVERY = 256
+"""Gaps between two looks at the median."""
+GAPS_COUNTED_MAX = 4096
+"""Beyond, those that were learned count half."""
+GAP_BUCKETS = 40
+"""Half octaves from a second on; the last has what is longer than six days, too."""
+TICKS = 1024
+"""Of blocks that go within the same millisecond, so many uses are told apart."""
+
+GHOSTS = 8
+"""Words a block, at least."""
+GHOST_WORDS_FIRST = 1 << 9
+GHOST_WORDS_MAX = 1 << 24
+"""Of 4 bytes: those of two million blocks. With more blocks each has fewer."""
+GHOST_S = 1 << 14
+"""Seconds that ghosts tell apart."""
+GHOST_USES_MAX = 4
+
+
+class Ghosts:
+    """Remembers of keys that left when they were used last, and how often.
+
+    A word has 16 bits of the key, the second in 14 and the uses in 2; 0 is nobody's. Each key has
+    one place, and who comes there last has it. The place is the lower bits of the key, so a table
+    that is twice as large says the same when it has each word at both places.
+    """
+
+    __slots__ = ("_words",)
+
+    def __init__(self) -> None:
+        self._words = array("I", bytes(4 * GHOST_WORDS_FIRST))
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def hold(self, blocks: int) -> None:
+        """Have room for the ghosts of a store of so many blocks."""
+        while len(self._words) < min(GHOSTS * blocks, GHOST_WORDS_MAX):
+            self._words += self._words
+
+    def note(self, key: Key, used_at: float, uses: int) -> None:
+        """A block left: bits 48 to 63 of its key are its tag, the lower ones its place."""
+        bits = int.from_bytes(key[:8], "little")
+        said = int(used_at) % GHOST_S << 2 | (uses if uses < GHOST_USES_MAX else GHOST_USES_MAX) - 1
+        self._words[bits & len(self._words) - 1] = (bits >> 48 or 1) << 16 | said
+
+    def find(self, key: Key, now: float) -> tuple[int, int] | None:
+        """How often a block that left was used, and how many seconds ago; None when nobody
+        knows."""
+        bits = int.from_bytes(key[:8], "little")
+        word = self._words[bits & len(self._words) - 1]
+        if word >> 16 != (bits >> 48 or 1):
+            return None
+        return (word & 3) + 1, (int(now) - (word >> 2)) % GHOST_S
+
+
+class Gaps:
+    """Learns how long it usually is until a block is used again."""
+
+    __slots__ = ("_counts", "_new", "typical_s")
+
+    def __init__(self) -> None:
+        self._counts = [0] * GAP_BUCKETS
+        self._new = 0
+        self.typical_s = GAP_FIRST_S
+
+    def learn(self, gap_s: float) -> None:
+        """A block was used again after so long, a second at least."""
+        self._counts[min(int(2 * log2(gap_s)), GAP_BUCKETS - 1)] += 1
+        self._new += 1
+
+    def look(self) -> None:
+        """Go by what was learned, if it is enough."""
+        if self._new < LEARN_EVERY:
+            return
+        self._new = 0
+        counted = list(accumulate(self._counts))
+        middle = next(i for i, below in enumerate(counted) if 2 * below >= counted[-1])
+        self.typical_s = min(max(2 ** ((middle + 0.5) / 2), GAP_MIN_S), GAP_MAX_S)
+        if counted[-1] > GAPS_COUNTED_MAX:
+            self._counts = [count // 2 for count in self._counts]
+
+
+class HeadStart:
+    """Orders by last use and head start; see above. Contract: `EvictionPolicy` (eviction.py).
+
+    What it knows of a block stands in its slot (`uses`, `counted_at`, `placed_at`), and stays there
+    while the slot is pinned or retained.
+    """
+
+    __slots__ = ("_gaps", "_ghosts", "_lists", "_now")
+
+    def __init__(self) -> None:
+        self._lists: list[OrderedDict[Key, Slot]] = [OrderedDict() for _ in HEADS]
+        """Of each number of uses, those used least recently first."""
+        self._ghosts = Ghosts()
+        self._gaps = Gaps()
+        self._now = 0.0
+
+    def begins(self, now: float) -> None:
+        self._now = now
+        fresh = self._lists[FRESH]
+        if fresh:
+            lists = self._lists
+            for key, slot in fresh.items():
+                lists[slot.uses][key] = slot
+            fresh.clear()
+            self._ghosts.hold(sum(map(len, lists)))
+        self._gaps.look()
+
+    def insert(self, slot: Slot, least: int) -> int:
+        if slot.uses:
+            self.remove(slot)
+            uses = self._used(slot, least) if least else slot.uses
+        else:
+            uses = min(max(self._uses_before(slot) + 1, least), USES_MAX)
+            slot.uses, slot.counted_at = uses, self._now
+        slot.placed_at = self._now
+        self._lists[FRESH][slot.key] = slot
+        return uses
+
+    def _uses_before(self, slot: Slot) -> int:
+        """Of a block that is new here: it counts as used once more than it was for having left,
+        because it would not have, had it been known."""
+        ghost = self._ghosts.find(slot.key, self._now)
+        if ghost is None:
+            return 0
+        uses, gap_s = ghost
+        if uses == 1 and gap_s >= SAME_USE_S:
+            # Who had more has left because his gap is long: he would teach how long others' are.
+            self._gaps.learn(gap_s)
+        return uses + 1
+
+    def touch(self, slot: Slot, least: int) -> int:
+        uses, key, now = slot.uses, slot.key, self._now
+        if not uses:
+            return least
+        fresh = self._lists[FRESH]
+        if fresh.get(key) is slot:
+            fresh.move_to_end(key)
+        else:
+            order = self._lists[uses]
+            if order.get(key) is slot:
+                del order[key]
+                fresh[key] = slot
+        slot.placed_at = now
+        if uses < least or now - slot.counted_at >= SAME_USE_S:
+            return self._used(slot, least)
+        return uses
+
+    def _used(self, slot: Slot, least: int) -> int:
+        """Count a use, of a slot that is not in the list of its uses."""
+        uses, since_s = slot.uses, self._now - slot.counted_at
+        if since_s >= SAME_USE_S:
+            if uses <= LEARNED_USES_MAX:
+                self._gaps.learn(since_s)
+            uses += 1
+            slot.counted_at = self._now
+        slot.uses = uses = min(max(uses, least), USES_MAX)
+        return uses
+
+    def remove(self, slot: Slot) -> bool:
+        key = slot.key
+        order = self._lists[slot.uses]
+        if order.get(key) is not slot:
+            order = self._lists[FRESH]
+            if order.get(key) is not slot:
+                return False
+        del order[key]
+        return True
+
+    def moved(self, old: Slot, new: Slot) -> bool:
+        new.uses, new.counted_at, new.placed_at = old.uses, old.counted_at, old.placed_at
+        for order in (self._lists[FRESH], self._lists[old.uses]):
+            if order.get(old.key) is old:
+                order[old.key] = new
+                return True
+        return False
+
+    def evicted(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            if slot.uses:
+                self._ghosts.note(slot.key, slot.placed_at, slot.uses)
+
+    def coldest(self) -> Iterator[int]:
+        each_s = self._gaps.typical_s / STEP
+        # Two may go at the same time: then by last use, of which no two are the same in a segment.
+        fronts: list[tuple[float, int, int, Slot, Iterator[Slot]]] = []
+        for number, order in enumerate(self._lists):
+            slots = iter(order.values())
+            for slot in slots:
+                stays_until = slot.placed_at + HEADS[number] * each_s
+                fronts.append((stays_until, slot.last_use, number, slot, slots))
+                break
+        heapify(fronts)
+        while fronts:
+            _, _, number, slot, slots = fronts[0]
+            yield slot.slot_id
+            after = next(slots, None)
+            if after is None:
+                heappop(fronts)
+            else:
+                stays_until = after.placed_at + HEADS[number] * each_s
+                heapreplace(fronts, (stays_until, after.last_use, number, after, slots))
+
+    def costs(self, coldest: Slot, later: int) -> Callable[[Slot], int]:
+        each_s = self._gaps.typical_s / STEP
+        fresh = self._lists[FRESH]
+
+        def stays_until(slot: Slot) -> float:
+            head = HEADS[FRESH if fresh.get(slot.key) is slot else slot.uses]
+            return slot.placed_at + head * each_s
+
+        since, tick = stays_until(coldest), coldest.last_use
+
+        def cost(slot: Slot) -> int:
+            later_ms = max(int((stays_until(slot) - since) * 1000), 0)
+            ticks = min(max(slot.last_use - tick, 0), TICKS - 1)
+            return slot.size * (1 + later * (later_ms * TICKS + ticks))
+
+        return cost
