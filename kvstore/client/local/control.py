@@ -13,7 +13,7 @@ import contextlib
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import msgpack
@@ -325,6 +325,10 @@ class ControlChannel:
     def say(self, op: Op, *args: object) -> bool:
         """One way: False when it could not be said now. Waits at most `SAY_CONNECT_TIMEOUT_S`,
         and that only when it is the first to connect."""
+        return self.say_each(op, (args,))
+
+    def say_each(self, op: Op, each: Iterable[Sequence[object]]) -> bool:
+        """`say`, for the arguments of several messages at once: all of them are said, or none."""
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as in `_check_outside`
             return False
         try:
@@ -334,7 +338,7 @@ class ControlChannel:
                 return False
             if self._socket is None:  # as in `_send`
                 return False
-            message = control.packed([op, 0, *args])
+            message = b"".join(control.packed([op, 0, *args]) for args in each)
             try:
                 self._socket.settimeout(0.0)
                 # A partial write would break the framing for good.

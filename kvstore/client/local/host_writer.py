@@ -19,6 +19,7 @@ from kvstore.client.base import ReserveAnswer
 from kvstore.client.local.deadlines import each_within, in_turn, until
 from kvstore.client.local.host_writers import ROUNDS, HostWriters
 from kvstore.client.local.link import NodeLink
+from kvstore.client.local.touched import Touched
 from kvstore.client.local.writer import Writer, nobody_here
 from kvstore.client.pins import Memory, Pin, Pins
 from kvstore.client.placement import Home, homes_of
@@ -32,14 +33,13 @@ from kvstore.errors import (
     PeerError,
 )
 from kvstore.keys import Namespace
-from kvstore.limits import BATCH_KEYS_MAX, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
+from kvstore.limits import NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
 from kvstore.protocol.control_requests import Wants
 from kvstore.record import unpack_record
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key, Retained, rejected
 
 TOUCH_EVERY_S = 0.2
-TOUCHED_MAX = 4096
 ROOM_MARGIN_BYTES = 512 << 20
 """A node with less room than that is asked before each save: others can fill it while an answer
 of `ROOM_BELIEVED_S` ago is believed. One that is full is not: it evicts, which makes no room."""
@@ -278,14 +278,14 @@ class HostWriter(HostWriters):
         """Remember that `keys`, in the order of their prefix, were used; nodes are told now and
         then (design: the load path), or `at_once`."""
         touched = self._touched
-        if len(touched) < TOUCHED_MAX:
-            touched.update(dict.fromkeys(keys))
+        touched.add(keys)
         if now < self._touched_at + TOUCH_EVERY_S and not at_once:
             return
-        self._touched_at, self._touched = now, {}
+        self._touched_at, self._touched = now, Touched()
+        runs = touched.runs()
         with suppress(NodeUnavailableError):
             for writer in self.writers():
-                writer.touch(list(touched)[:BATCH_KEYS_MAX])
+                writer.touch(runs)
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
         """Return which of `keys` some node had and has not any more. Raises what kept nodes from

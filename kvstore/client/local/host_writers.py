@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvstore.client.local.embedded_node import POLL_S
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.local.touched import Touched
 from kvstore.client.local.writer import NODE_SEARCH_S, Writer, nobody_here
 from kvstore.errors import (
     DeadlineError,
@@ -18,7 +19,6 @@ from kvstore.errors import (
 from kvstore.limits import FIRST_NODE_WAIT_S, FIRST_QUESTION_WAIT_S
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.system.fork import in_each_child
-from kvstore.types import Key
 
 ROUNDS = 3
 """What was meant for a node that turns out to be gone, or hangs, is asked of others: this many
@@ -77,7 +77,7 @@ class HostWriters:
         self._free: dict[NodeLink, int] = {}
         """Bytes of room that nodes said they have, less what was sent there since."""
         self._free_until = 0.0
-        self._touched: dict[Key, None] = {}
+        self._touched = Touched()
         """Used since nodes were told."""
         self._touched_at = 0.0
 

@@ -531,13 +531,14 @@ class Writer:
             answers += self._ask(Op.RETAIN, *wish, accept=accept)
         return answers
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Say that at most `BATCH_KEYS_MAX` blocks were used: one way, never waits."""
+    def touch(self, runs: Sequence[Sequence[Key]]) -> None:
+        """Say that blocks were used, in runs of at most `BATCH_KEYS_MAX`: one way, never waits."""
         try:
             link = self.link()
         except NodeUnavailableError:
             return
-        if not link.control.say(Op.TOUCH, join_keys(keys)):
+        said = [(join_keys(run),) for run in runs] or [(b"",)]  # so that it is connected
+        if not link.control.say_each(Op.TOUCH, said):
             self._drop(link)  # if it is gone: the next one is told of the next touches
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:

@@ -46,7 +46,7 @@ def test_32_hits_ask_the_index_nothing_and_nodes_at_most_once(
     # No time passes between two tellings, however slow the machine is.
     monkeypatch.setattr(host_writer, "TOUCH_EVERY_S", 3600.0)
     said: list[Op] = []
-    for name in ("say", "request"):
+    for name in ("say_each", "request"):
         real = getattr(ControlChannel, name)
 
         def counted(channel: Any, op: Op, *rest: Any, real: Any = real, **more: Any) -> Any:
