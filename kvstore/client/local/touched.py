@@ -28,6 +28,8 @@ class Touched:
 
     def add(self, keys: Sequence[Key]) -> None:
         """These were used, in the order of their prefix; of those too many the head counts."""
+        if tuple(keys) in self._runs:  # one value that is read again and again
+            return
         run = tuple(dict.fromkeys(keys))[: TOUCHED_MAX - self._keys]
         if not run or run in self._runs:
             return
