@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence, Set
 from hashlib import blake2b
 from pathlib import Path
@@ -47,10 +48,10 @@ def whole(field: str, value: object, least: int, most: int) -> None:
 
 def seconds(field: str, value: object) -> float:
     """`value` as seconds: finite and above 0."""
-    number = float(is_a(field, value, (int, float), "must be a number of seconds"))
-    if not 0 < number < float("inf"):
+    number: float = is_a(field, value, (int, float), "must be a number of seconds")
+    if not 0 < number <= sys.float_info.max:
         raise UsageError(field, value, "must be greater than 0, and finite")
-    return number
+    return float(number)
 
 
 def text(field: str, value: object) -> None:

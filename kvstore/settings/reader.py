@@ -33,7 +33,7 @@ class NumberRange(NamedTuple):
     def __contains__(self, number: object) -> bool:
         assert isinstance(number, int | float)
         return (
-            math.isfinite(number)
+            abs(number) < math.inf  # which, unlike isfinite, takes integers of any size
             and (self.least is None or number >= self.least)
             and (self.most is None or number <= self.most)
             and (self.above is None or number > self.above)

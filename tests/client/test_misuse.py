@@ -24,6 +24,7 @@ ODD = {
     "True": True,
     "an integer": 5,
     "minus one": -1,
+    "a googol": 10**400,
     "a float": 1.5,
     "NaN": float("nan"),
     "text": "x",

@@ -173,9 +173,11 @@ class Peers:
         """It did not. The caller holds the lock."""
         known.breaker.failed(time.monotonic(), hung=hung)
         known.believed_until = float("-inf")
-        announcement = known.announcement
-        if known.breaker.state is BreakerState.OPEN and announcement and self._silenced is not None:
-            self._silenced.say(announcement.node_id, announcement.epoch)
+        word = known.announcement
+        if known.breaker.state is not BreakerState.OPEN or not word or self._silenced is None:
+            return
+        if word not in self.stream.refusals:  # else it is not silent, and others it may serve
+            self._silenced.say(word.node_id, word.epoch)
 
     # --- asking its event loop: saves, questions ----------------------------------
 

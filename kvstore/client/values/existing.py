@@ -37,8 +37,7 @@ def told_apart(
     if not which:
         return told
     found = reader.search([keys[i] for i in which], give_up_at=give_up_at)
-    for at, i in enumerate(which):
-        place = found.places[at]
+    for i, place in zip(which, found.places, strict=True):
         if isinstance(place, UnmappedPlace):
             place = place.copied()
         if place is not None and _is_other(place, payloads[i]):

@@ -103,8 +103,10 @@ def tensor_bytes(field: str, tensor: torch.Tensor, *, own: bool = False) -> memo
         return memoryview(bytearray())
     try:
         address = plain.data_ptr()
-    except RuntimeError as e:
-        raise UsageError(field, shown, "must have memory of its own") from e
+    except RuntimeError:
+        address = 0
+    if not address:  # as a `FakeTensor` says
+        raise UsageError(field, shown, "must have memory of its own")
     raw = (ctypes.c_ubyte * size_bytes).from_address(address)
     raw.owner = plain  # the view must not outlive the storage it looks at
     return memoryview(raw).cast("B")

@@ -47,15 +47,14 @@ from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.stream.address import Address, parse
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
+from kvstore.transport.stream.refusals import Refusals
 from kvstore.transport.stream.security import StreamSecurity
 
 NAME = "stream"
 CHECKSUM_REASON = "its bytes arrived with another checksum"
 NOT_THERE_REASON = "the node does not have it (any more)"
-
 UNUSED_S = 60.0
 """A node without a connection that was asked nothing for so long is gone, or can wait."""
-
 PoolKey = tuple[int, int, str]
 
 
@@ -69,6 +68,7 @@ class StreamTransport:
         self._tls = security.client_context()
         self._lock = threading.RLock()
         self._pools: dict[PoolKey, Pool] = {}
+        self.refusals = Refusals()
         self._closed = False
         in_each_child(self)
 
@@ -171,11 +171,14 @@ class StreamTransport:
             self._shake_hands(channel, (node.node_id, node.epoch), deadline)
         except PeerError as e:
             connection.close()
+            self.refusals.heard(node, e)
             raise type(e)(f"node {node.name} at {address}: {e}") from e
         except (OSError, ValueError) as e:  # of the TLS handshake
             connection.close()
             let_through(e)
+            self.refusals.heard(node, e)
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
+        self.refusals.over(node)
         return channel
 
     def _shake_hands(self, channel: Channel, node: tuple[int, int], deadline: float) -> None:

@@ -141,6 +141,20 @@ def test_without_the_secret_everything_is_a_miss(far, writer, elsewhere, secret)
         assert client.stats()["transports"]["stream_failed"] == 1
 
 
+@pytest.mark.parametrize("secret", [None, b"another secret altogether"])
+def test_a_client_that_is_refused_does_not_tell_others_that_the_node_is_silent(
+    far, writer, elsewhere, secret
+):
+    writer.put("k", b"v" * 1000)
+    with client_of(far, elsewhere, security=StreamSecurity(secret=secret)) as refused:
+        for _ in range(4):
+            assert refused.get("k") is None
+            assert not refused.put("other", b"1")
+        with client_of(far, elsewhere) as client:
+            assert client.get("k") == b"v" * 1000
+            assert client.put("mine", b"1")
+
+
 def test_an_open_node_serves_clients_without_a_secret_and_no_others(redis_server, elsewhere):
     with NodeProcess(redis_server, options=(*LISTEN, "--open")) as node:
         with client_of(node) as writer:

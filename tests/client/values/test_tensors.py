@@ -117,11 +117,15 @@ def test_a_conjugated_or_negated_view_is_what_it_shows():
 
 def _no_plain_tensors():
     torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     yield torch.eye(3).to_sparse()
     yield torch.eye(3).to_sparse_csr()
     yield torch.empty(3, device="meta")
     yield torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
     yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with FakeTensorMode():
+        yield torch.zeros(3)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -33,14 +33,21 @@ SEEN_LOST_S = 0.01
 
 
 class SentMessage:
-    """Shows a message in a trace; it is read only when somebody reads the trace."""
+    """Shows what was sent at once, a message or several, in a trace; it is read only when somebody
+    reads the trace."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
 
     def __str__(self) -> str:
+        unpacker = msgpack.Unpacker(max_buffer_size=len(self._raw))
+        unpacker.feed(self._raw)
+        return " + ".join(map(self._words, unpacker))
+
+    @staticmethod
+    def _words(message: Iterable[object]) -> str:
         words = []
-        for announcement in msgpack.unpackb(self._raw):
+        for announcement in message:
             if (
                 isinstance(announcement, bytes)
                 and announcement
