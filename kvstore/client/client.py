@@ -78,7 +78,7 @@ class Client:
         security: StreamSecurity | None = None,
     ) -> None:
         """Raises `UsageError`, which names it, for a setting that is none, and when there is no
-        Redis: neither a URL nor one that can be started.
+        Redis: neither a URL nor one to start; `IndexUnavailableError` when that does not start.
 
         - `url`: of Redis, a Redis Cluster or Sentinel (docs/decisions/0003); None takes
           KVSTORE_URL, else the embedded Redis.
