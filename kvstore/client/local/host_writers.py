@@ -113,7 +113,9 @@ class HostWriters:
             raise NodeUnavailableError(nobody_here(None))
         try:
             words = self._writables(start)
-            if not words and start and self._start_node is not None:
+            # One without a socket is about to end: it unlinks that first, its announcement last.
+            going = all(not directory.socket.exists() for _, directory in words)
+            if going and start and self._start_node is not None:
                 self._start(self._start_node)
                 words = self._writables(start)
         except IndexUnavailableError as e:

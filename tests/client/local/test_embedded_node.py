@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import os
 import signal
@@ -73,6 +74,35 @@ def test_the_store_outlives_the_client_that_started_it_while_another_uses_it(tmp
         first.close()
         time.sleep(2.0)
         assert second.get("k") == b"1"
+
+
+def pid_of_node(run_dir: Path) -> int:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"node" in words and os.fsencode(run_dir) in words:
+                return int(path.parent.name)
+    raise AssertionError("there is no node")
+
+
+def test_a_client_that_comes_while_the_node_of_the_last_one_ends_starts_the_next(tmp_path):
+    """Scripts that run one after the other had all that they put rejected for a second."""
+    run_dir = tmp_path / "run"
+    made = {"run_dir": run_dir, "node_size_bytes": 16 << 20, "limits": PATIENT}
+    with Client(**made) as first:
+        assert first.put("k", b"1")
+        directory, pid = NodeDir(run_dir, embedded_name("kv:default")), pid_of_node(run_dir)
+        stop(pid)
+    going = directory.announcement()
+    for name in (directory.socket, going.data_path, going.head_path):  # in the order of its end
+        Path(name).unlink()
+    ends = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+    ends.start()
+    with Client(**made) as client:
+        result = client.put("k", b"2")
+        assert result, result.reason
+        assert client.get("k") == b"2"
+    ends.join()
 
 
 def name_its_index_otherwise(run_dir: Path) -> None:
