@@ -131,7 +131,8 @@ def test_trap_each_wait_between_the_streams_is_needed(lane: str, stream: str) ->
         getattr(getattr(device, lane), stream).follow = lambda mark: None
 
     assert all(copied(seed, lambda device: None) for seed in range(20))
-    assert not all(copied(seed, forget) for seed in range(20))
+    # It ends with the first that goes wrong: on a busy machine that was none of twenty, once.
+    assert not all(copied(seed, forget) for seed in range(400))
 
 
 def test_trap_rows_of_the_table_are_not_used_again_before_they_were_read(
