@@ -3,6 +3,7 @@ much of them would have been found, beside the optimum, and what it takes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import time
@@ -18,8 +19,8 @@ from benchmarks.report import Row
 from kvstore.core.events import Reserve
 from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.node import NodeCore
+from kvstore.keys import Namespace as NamedBlocks
 from kvstore.limits import SLOT_BYTES_MIN
-from kvstore.types import KEY_BYTES, Key
 
 CAPACITIES = (1000, 3000, 10_000, 30_000)
 LIVE, SEED = 60, 7
@@ -93,10 +94,10 @@ def _replayed(prompts: Iterable[Prompt], capacity: int, policy: str) -> tuple[in
     core = NodeCore(
         node_id=1, epoch=1, size_bytes=capacity * SLOT_BYTES_MIN, policy=POLICIES[policy]
     )
-    names: dict[Any, Key] = {}
+    space = NamedBlocks.named("trace")
     hits, cpu_s = 0, 0.0
     for prompt in prompts:
-        keys = [names.get(block) or names.setdefault(block, _key(block)) for block in prompt.blocks]
+        keys = space.engine_keys(list(map(_hash, prompt.blocks)))
         n = len(keys)
         hits += next((i for i, key in enumerate(keys) if key not in core.by_key), n)
         none = [0] * n
@@ -139,8 +140,10 @@ def _optimum(prompts: Sequence[Prompt], capacity: int) -> int:
 # --- traces -----------------------------------------------------------------------
 
 
-def _key(block: object) -> Key:
-    return blake2b(repr(block).encode(), digest_size=KEY_BYTES).digest()
+@functools.cache
+def _hash(block: object) -> bytes:
+    """As an engine names a block: the keys are made of it, with the tag that their run shares."""
+    return blake2b(repr(block).encode(), digest_size=32).digest()
 
 
 def _prompts(path: Path, join: int) -> list[Prompt]:

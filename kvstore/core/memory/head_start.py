@@ -23,7 +23,7 @@ from itertools import accumulate
 from math import log2
 
 from kvstore.core.memory.slots import Slot
-from kvstore.types import Key
+from kvstore.types import TAG_BYTES, Key
 
 USES_MAX = 8
 """More uses count as so many."""
@@ -57,14 +57,16 @@ GHOST_WORDS_MAX = 1 << 24
 GHOST_S = 1 << 14
 """Seconds that ghosts tell apart."""
 GHOST_USES_MAX = 4
+_DIGEST_END = TAG_BYTES + 8
 
 
 class Ghosts:
     """Remembers of keys that left when they were used last, and how often.
 
-    A word has 16 bits of the key, the second in 14 and the uses in 2; 0 is nobody's. Each key has
-    one place, and who comes there last has it. The place is the lower bits of the key, so a table
-    that is twice as large says the same when it has each word at both places.
+    A word has 16 bits of the key's digest, the second in 14 and the uses in 2; 0 is nobody's. Each
+    key has one place, and who comes there last has it. The place is the lower bits of the digest
+    (never of the tag, which a run of blocks shares), so a table that is twice as large says the
+    same when it has each word at both places.
     """
 
     __slots__ = ("_words",)
@@ -81,15 +83,15 @@ class Ghosts:
             self._words += self._words
 
     def note(self, key: Key, used_at: float, uses: int) -> None:
-        """A block left: bits 48 to 63 of its key are its tag, the lower ones its place."""
-        bits = int.from_bytes(key[:8], "little")
+        """A block left: of 64 bits of its digest 16 are in the word, the lower ones its place."""
+        bits = int.from_bytes(key[TAG_BYTES:_DIGEST_END], "little")
         said = int(used_at) % GHOST_S << 2 | (uses if uses < GHOST_USES_MAX else GHOST_USES_MAX) - 1
         self._words[bits & len(self._words) - 1] = (bits >> 48 or 1) << 16 | said
 
     def find(self, key: Key, now: float) -> tuple[int, int] | None:
         """How often a block that left was used, and how many seconds ago; None when nobody
         knows."""
-        bits = int.from_bytes(key[:8], "little")
+        bits = int.from_bytes(key[TAG_BYTES:_DIGEST_END], "little")
         word = self._words[bits & len(self._words) - 1]
         if word >> 16 != (bits >> 48 or 1):
             return None

@@ -10,8 +10,9 @@ HEADS = {1: 0, 2: 6, 3: 10, 4: 12, 5: 14, 6: 16, 7: 17, 8: 18}
 
 
 def key_of(number):
-    """32 bytes of which the first eight, the place and the tag of a ghost, differ as digests do."""
-    return (number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") + bytes(24)
+    """32 bytes: a tag that all share, as blocks of one run do, and what differs as digests do."""
+    digest = (number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little")
+    return b"of a run" + digest + bytes(16)
 
 
 def slot_of(number, place=None):
@@ -76,9 +77,9 @@ class Model:
         key = slot.key
         block = self.known.get(key)
         if block is None:
-            ghost = self.ghosts.get(int.from_bytes(key[:8], "little") % self.words)
+            ghost = self.ghosts.get(int.from_bytes(key[8:16], "little") % self.words)
             uses = 1
-            if ghost is not None and ghost[0] == key[6:8]:
+            if ghost is not None and ghost[0] == key[14:16]:
                 uses = ghost[2] + 2
                 if ghost[2] == 1:
                     self.learn((int(self.now) - int(ghost[1])) % (1 << 14))
@@ -118,8 +119,8 @@ class Model:
         for slot in slots:
             block = self.known.get(slot.key)
             if block is not None:
-                place = int.from_bytes(slot.key[:8], "little") % self.words
-                self.ghosts[place] = slot.key[6:8], block.placed, min(block.uses, 4)
+                place = int.from_bytes(slot.key[8:16], "little") % self.words
+                self.ghosts[place] = slot.key[14:16], block.placed, min(block.uses, 4)
 
     def stays_until(self, key):
         head = 18 if key in self.fresh else HEADS[self.known[key].uses]

@@ -6,6 +6,8 @@ import pytest
 
 from kvstore.core.memory import head_start
 from kvstore.core.memory.head_start import FRESH, GHOST_S, HEADS, Gaps, Ghosts, HeadStart
+from kvstore.keys import Namespace
+from kvstore.types import TAG_BYTES
 from tests.core.memory.eviction_model import HEADS as MODEL_HEADS
 from tests.core.memory.eviction_model import Model, key_of, slot_of
 
@@ -284,14 +286,26 @@ class TestGhosts:
 
     def test_a_word_is_of_one_key(self):
         ghosts = Ghosts()
-        one = (3).to_bytes(6, "little") + b"\x01\x02" + bytes(24)
-        other = (3).to_bytes(6, "little") + b"\x01\x03" + bytes(24)
+        one = bytes(8) + (3).to_bytes(6, "little") + b"\x01\x02" + bytes(16)
+        other = bytes(8) + (3).to_bytes(6, "little") + b"\x01\x03" + bytes(16)
         ghosts.note(one, 1000.5, 3)
         assert ghosts.find(one, 1010.0) == (3, 10)
         assert ghosts.find(other, 1010.0) is None
         ghosts.note(other, 1020.0, 9)
         assert ghosts.find(other, 1021.0) == (4, 1)
         assert ghosts.find(one, 1021.0) is None
+
+    def test_blocks_of_one_prompt_have_each_its_own(self):
+        """They share the tag that their keys begin with."""
+        ghosts = Ghosts()
+        ghosts.hold(2000)
+        keys = Namespace.named("n").block_keys(range(100), 2)
+        left, new = keys[:25], keys[25:]
+        assert len({key[:TAG_BYTES] for key in keys}) == 1
+        for key in left:
+            ghosts.note(key, 5.0, 1)
+        assert all(ghosts.find(key, 6.0) for key in left)
+        assert not any(ghosts.find(key, 6.0) for key in new)
 
     def test_what_nobody_noted_is_found_by_no_key(self):
         ghosts = Ghosts()
