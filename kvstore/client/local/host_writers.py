@@ -113,9 +113,7 @@ class HostWriters:
             raise NodeUnavailableError(nobody_here(None))
         try:
             words = self._writables(start)
-            # One without a socket is about to end: it unlinks that first, its announcement last.
-            going = all(not directory.socket.exists() for _, directory in words)
-            if going and start and self._start_node is not None:
+            if start and self._start_node is not None and all(map(_is_ending, words)):
                 self._start(self._start_node)
                 words = self._writables(start)
         except IndexUnavailableError as e:
@@ -264,3 +262,8 @@ class HostWriters:
             self._found = ()
         for writer in self._every():
             writer.close()
+
+
+def _is_ending(node: tuple[Announcement, NodeDir]) -> bool:
+    """Whether the node has unlinked its socket, as it does first; its announcement goes last."""
+    return not node[1].socket.exists()
