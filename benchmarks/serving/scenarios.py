@@ -44,6 +44,7 @@ FULL = Scenario()
 SCENARIOS = {
     "full": FULL,
     "small-store": Scenario(store_share=1 / 3),
+    "tight-store": Scenario(store_share=1 / 6),
     "sticky": Scenario(sticky=True),
     "two-live": Scenario(sessions=4, requests_max=12, live=2),
     "burst": Scenario(sessions=24, requests_max=6, live=24),

@@ -108,10 +108,10 @@ def start_floor(place: Place) -> Store:
     )
 
 
-def start_kvstore(place: Place, **extra: Any) -> Store:
+def start_kvstore(place: Place, *options: str, **extra: Any) -> Store:
     """`kvstore up`, and engines that are told its directory: everything else by default."""
     run_dir = place.run_dir
-    command = [sys.executable, "-m", "kvstore.cli", "up"]
+    command = [sys.executable, "-m", "kvstore.cli", "up", *options]
     command += ["--run-dir", str(run_dir), "--size", str(place.size_bytes)]
     log = place.folder / "server.log"
     server = _start(command, log, {})
@@ -205,8 +205,14 @@ def start_lmcache(place: Place, chunk_tokens: int = BLOCK_TOKENS) -> Store:
     )
 
 
-FINER = {f"kvstore/{tokens}": tokens for tokens in (BLOCK_TOKENS, 64, 128)}
-"""Ours with blocks of so many tokens instead of the default; only when asked for."""
+VARIANTS: dict[str, Callable[[Place], Store]] = {
+    **{
+        f"kvstore/{tokens}": partial(start_kvstore, block_tokens=tokens)
+        for tokens in (BLOCK_TOKENS, 64, 128)
+    },
+    "kvstore/head-start": lambda place: start_kvstore(place, "--policy", "head-start"),
+}
+"""Ours, with something else than the default; only when asked for."""
 
 CONNECTORS: dict[str, Callable[[Place], Store]] = {
     "none": start_none,
@@ -214,7 +220,7 @@ CONNECTORS: dict[str, Callable[[Place], Store]] = {
     "MooncakeStoreConnector": start_mooncake,
     "LMCacheMPConnector": start_lmcache,
     "floor": start_floor,
-    **{name: partial(start_kvstore, block_tokens=tokens) for name, tokens in FINER.items()},
+    **VARIANTS,
 }
 
 

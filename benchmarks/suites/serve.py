@@ -30,7 +30,7 @@ from benchmarks.serving.report import (
 )
 from benchmarks.serving.scenarios import GIB, SCENARIOS, Scenario, quick
 from benchmarks.serving.sessions import Load, Session, load_of, sessions
-from benchmarks.serving.stores import CONNECTORS, FINER, MIB
+from benchmarks.serving.stores import CONNECTORS, MIB, VARIANTS
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "lib"))
 
@@ -135,7 +135,7 @@ class Bench:
         self._references: dict[tuple[object, ...], Turn] = {}
         self.all_turns: list[Turn] = []
         quick = (
-            [REFERENCE, OURS, FLOOR] if options.quick else [c for c in CONNECTORS if c not in FINER]
+            [REFERENCE, OURS, FLOOR] if options.quick else [c for c in CONNECTORS if c not in VARIANTS]
         )
         self._connectors: list[str] = options.connector or quick
 
