@@ -11,40 +11,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from connector.copiers.base import Gather
+from connector.copiers.base import Gather, Payload
+from connector.messages import SaveBlock
 
 if TYPE_CHECKING:
     from connector.layout.shard_reads import GroupReads
-    from connector.worker.transfers import Reserved
 
 
-def can_be_saved(reads: GroupReads, entry: Reserved) -> bool:
+def can_be_saved(reads: GroupReads, block: SaveBlock, payload: Payload) -> bool:
     """Return whether this worker can keep a part apart from what lies behind it: not on a device,
     nor where an entry stands for several tokens. True of whole blocks."""
-    if not entry.block.tokens:
+    if not block.tokens:
         return True
     slots = {run.tokens_per_slot for run in reads.geometry.each_shape()}
-    return slots == {1} and isinstance(entry.reservation.buffer, memoryview)
+    return slots == {1} and isinstance(payload, memoryview)
 
 
-def gather_of(reads: GroupReads, entry: Reserved) -> Gather:
+def gather_of(reads: GroupReads, block: SaveBlock, payload: Payload) -> Gather:
     """Return the copy of a block; of a part its last engine block stands for those that are
     missing."""
-    ids = entry.block.block_ids
+    ids = block.block_ids
     whole = reads.block_tokens // reads.geometry.engine_block_tokens
-    if entry.block.tokens:
+    if block.tokens:
         ids = (*ids, *(ids[-1:] * (whole - len(ids))))
-    return Gather(ids, entry.reservation.buffer)
+    return Gather(ids, payload)
 
 
-def clear_rest(reads: GroupReads, entry: Reserved, layer: int | None) -> None:
+def clear_rest(reads: GroupReads, block: SaveBlock, payload: Payload, layer: int | None) -> None:
     """Write zeros behind the tokens of a part, in all layers or in one."""
-    tokens, geometry = entry.block.tokens, reads.geometry
+    tokens, geometry = block.tokens, reads.geometry
     if not tokens:
         return
     if reads.opaque:
         tokens = -(-tokens // geometry.engine_block_tokens) * geometry.engine_block_tokens
-    payload = entry.reservation.buffer
     assert isinstance(payload, memoryview), "`can_be_saved` lets no other pass"
     payload = payload.cast("B")
     begin = 0

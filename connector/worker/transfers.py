@@ -137,19 +137,23 @@ def gather_all(
             copied = [entry for entry in batch if allowed[entry.task]]
             whole = not any(entry.block.tokens for entry in copied)
             if not whole:
-                copied = [entry for entry in copied if parts.can_be_saved(mine, entry)]
+                copied = [
+                    entry
+                    for entry in copied
+                    if parts.can_be_saved(mine, entry.block, entry.reservation.buffer)
+                ]
             if copied:
                 blocks.gather_many(
                     [
                         Gather(entry.block.block_ids, entry.reservation.buffer)
                         if whole
-                        else parts.gather_of(mine, entry)
+                        else parts.gather_of(mine, entry.block, entry.reservation.buffer)
                         for entry in copied
                     ],
                     layer,
                 )
             for entry in () if whole else copied:
-                parts.clear_rest(mine, entry, layer)
+                parts.clear_rest(mine, entry.block, entry.reservation.buffer, layer)
         filled += copied
     return filled
 

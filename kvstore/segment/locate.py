@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.limits import SLOT_BYTES_MIN
-from kvstore.segment.header import Fields, fields
+from kvstore.segment.header import Fields, Superblock, fields
 from kvstore.types import Key, Location
 
-if TYPE_CHECKING:
-    from kvstore.segment.attached import AttachedHeads
+
+class Heads(Protocol):
+    """The slot headers of a segment, as a reader has them mapped (attached.py)."""
+
+    slots: int
+
+    @property
+    def superblock(self) -> Superblock: ...
+
+    def header(self, slot_id: int) -> bytes: ...
 
 
 class Spot(NamedTuple):
@@ -24,7 +32,7 @@ class Spot(NamedTuple):
     """Of the payload, in the segment."""
 
 
-def locate(shm: AttachedHeads, key: Key, location: Location) -> Spot | None:
+def locate(shm: Heads, key: Key, location: Location) -> Spot | None:
     """Where the block of `location` is; None unless its header is SEALED and says the same.
 
     The node and its epoch are for the caller to compare: they made it choose `shm`.
