@@ -228,7 +228,7 @@ class Node:
     def _create(self) -> None:
         config = self.config
         self.dir.socket.unlink(missing_ok=True)  # of one that was killed: nobody serves yet
-        node_id = node_id_of(config.run_dir, config.name)
+        node_id = self._node_id()
         key = secret(SIGNING_KEY, config.signing_key)
         self._signer = RecordSigner(key, config.key_prefix) if key else None
         epoch = self._next_epoch()
@@ -262,6 +262,14 @@ class Node:
             self.segment.close(keep=self._keeps)
             self._former.close()
             raise
+
+    def _node_id(self) -> int:
+        """The former start's, where its segment waits: a container that is started again may have
+        another host name."""
+        former = self.dir.announcement() if self._keeps else None
+        if former is not None:
+            return former.node_id
+        return node_id_of(self.config.run_dir, self.config.name)
 
     def _former_waits(self) -> bool:
         """Whether a segment waits for this start."""

@@ -210,3 +210,23 @@ def test_a_node_larger_than_all_of_shm_does_not_wait(tmp_path, index, monkeypatc
     monkeypatch.setattr(takeover, "ROOM_WAIT_S", 3600.0)
     with pytest.raises(NoSpaceError, match="asked for"):
         Node(config(tmp_path, size_bytes=1 << 43), index).start()
+
+
+def test_a_start_under_another_host_name_goes_on_with_what_was_kept(tmp_path, index, monkeypatch):
+    """A pod's host name is its own, and the pod that follows it has another."""
+    former = filled(tmp_path, index)
+    monkeypatch.setattr(socket, "gethostname", lambda: "kvstore-node-x7k2p")
+    with Node(config(tmp_path), index) as node:
+        assert node.core.counts["recovered"] == len(KEYS)
+        assert node.core.node_id == former.core.node_id
+        assert node.announcement.host == "kvstore-node-x7k2p"
+        wait_until(lambda: not node.core.outbox.publications_pending, "the publication", 5)
+        assert list(index.nodes()) == [former.core.node_id]
+
+
+def test_an_empty_start_under_another_host_name_is_another_node(tmp_path, index, monkeypatch):
+    """Hosts may have the same run directory and name."""
+    former = filled(tmp_path, index, keep=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "other")
+    with Node(config(tmp_path), index) as node:
+        assert node.core.node_id != former.core.node_id
