@@ -10,7 +10,7 @@ from kvstore.segment.header import Fields, Superblock, fields
 from kvstore.types import Key, Location
 
 
-class Heads(Protocol):
+class SlotHeaders(Protocol):
     """The slot headers of a segment, as a reader has them mapped (attached.py)."""
 
     slots: int
@@ -32,7 +32,7 @@ class Spot(NamedTuple):
     """Of the payload, in the segment."""
 
 
-def locate(shm: Heads, key: Key, location: Location) -> Spot | None:
+def locate(shm: SlotHeaders, key: Key, location: Location) -> Spot | None:
     """Where the block of `location` is; None unless its header is SEALED and says the same.
 
     The node and its epoch are for the caller to compare: they made it choose `shm`.

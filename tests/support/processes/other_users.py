@@ -57,7 +57,8 @@ def raised(call):
 """
 
 
-def _command(code: str, uid: int, groups: Sequence[int], args: Sequence[Any]) -> list[str]:
+def command_as(uid: int, code: str, args: Sequence[Any], groups: Sequence[int] = ()) -> list[str]:
+    """The command that runs `code` as that user; it finds `args` under that name."""
     told = json.dumps([uid, list(groups), list(args)])
     return [sys.executable, "-c", _PRELUDE + textwrap.dedent(code), told]
 
@@ -65,7 +66,7 @@ def _command(code: str, uid: int, groups: Sequence[int], args: Sequence[Any]) ->
 def run_as(uid: int, code: str, *args: Any, groups: Sequence[int] = ()) -> Any:
     """Return what `code` prints as JSON, run as that user; it finds `args` under that name."""
     ran = subprocess.run(
-        _command(code, uid, groups, args), capture_output=True, text=True, timeout=TIMEOUT_S
+        command_as(uid, code, args, groups), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -75,7 +76,7 @@ class ProcessOf:
     """A process of that user which runs `code` and answers: each line that it prints is JSON."""
 
     def __init__(self, uid: int, code: str, *args: Any, groups: Sequence[int] = ()) -> None:
-        command = _command(code, uid, groups, args)
+        command = command_as(uid, code, args, groups)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -110,7 +111,7 @@ class NodeOf:
         os.chown(run_dir, uid, uid)
         words = ["node", "--run-dir", str(run_dir), *options, "--end-with-parent", str(os.getpid())]
         self.process = subprocess.Popen(
-            _command("sys.exit(main(args))", uid, groups, words), stdout=subprocess.DEVNULL
+            command_as(uid, "sys.exit(main(args))", words, groups), stdout=subprocess.DEVNULL
         )
         self.directory = NodeDir(run_dir, "node")
         wait_until(self._ready, "the node is ready", TIMEOUT_S)
