@@ -38,8 +38,8 @@ SAME_USE_S = 1.0
 LEARNED_USES_MAX = 5
 """Gaps after so many uses at most are learned from: what all prompts begin with is used all the
 time, and says nothing of others."""
-GAP_FIRST_S, GAP_MIN_S, GAP_MAX_S = 100.0, 5.0, 3600.0
-"""The gap until one was learned, and what it may be."""
+GAP_FIRST_S, GAP_MAX_S = 100.0, 3600.0
+"""The gap until one was learned, and the longest that it may be. None is shorter than a use."""
 LEARN_EVERY = 256
 """Gaps between two looks at the median."""
 GAPS_COUNTED_MAX = 4096
@@ -120,7 +120,7 @@ class Gaps:
         self._new = 0
         counted = list(accumulate(self._counts))
         middle = next(i for i, below in enumerate(counted) if 2 * below >= counted[-1])
-        self.typical_s = min(max(2 ** ((middle + 0.5) / 2), GAP_MIN_S), GAP_MAX_S)
+        self.typical_s = min(2 ** ((middle + 0.5) / 2), GAP_MAX_S)
         if counted[-1] > GAPS_COUNTED_MAX:
             self._counts = [count // 2 for count in self._counts]
 
