@@ -134,9 +134,8 @@ class Bench:
         self._model = model
         self._references: dict[tuple[object, ...], Turn] = {}
         self.all_turns: list[Turn] = []
-        quick = (
-            [REFERENCE, OURS, FLOOR] if options.quick else [c for c in CONNECTORS if c not in VARIANTS]
-        )
+        every = [name for name in CONNECTORS if name not in VARIANTS]
+        quick = [REFERENCE, OURS, FLOOR] if options.quick else every
         self._connectors: list[str] = options.connector or quick
 
     def measure(self, name: str) -> list[Row]:
