@@ -37,7 +37,8 @@ class Health:
     def __str__(self) -> str:
         wrong = [f"index: {self.index}"] if self.index else []
         wrong += [f"node {name}: {why}" for name, why in self.nodes.items() if why]
-        return "; ".join(wrong) or "healthy"
+        right = "healthy" if self.nodes else "healthy, with no memory node on this host"
+        return "; ".join(wrong) or right
 
 
 def ask_index(index: Index) -> None:

@@ -65,6 +65,7 @@ def test_a_wrong_argument_is_named(
         (["put", "k", "/dev/null", "--url", "redis://x:0"], "url='redis://x:0'"),
         (["get", "", "--url", "redis://127.0.0.1:1"], "Redis at 127.0.0.1:1"),
         (["stat", "--url", "nothing"], "url='(no scheme)'"),
+        (["ls", "--url", "nothing"], "url='(no scheme)'"),
     ],
 )
 def test_a_wrong_value_is_one_line_on_standard_error(

@@ -6,6 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -167,6 +168,15 @@ def test_health_names_the_node_that_does_not_answer(node: NodeProcess) -> None:
         assert not found
         assert "did not answer in time" in found.nodes["node"]
         assert not found.index
+
+
+def test_health_says_where_no_node_is(node: NodeProcess, tmp_path: Path) -> None:
+    """Values go to other hosts then, which need not be what was meant."""
+    run_dir = tmp_path / "run"
+    with Client(**{**node.client_options, "run_dir": run_dir}) as client:
+        found = client.health()
+    assert found
+    assert str(found) == "healthy, with no memory node on this host"
 
 
 def test_health_starts_nothing(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from kvstore.cli.options import KEY_PREFIX_DEFAULT, add_store, at_least_one, run
 from kvstore.cli.output import as_json, human_age, human_bytes, printable, table
 from kvstore.cli.store import LocalNode, local_nodes
 from kvstore.errors import NodeUnavailableError
+from kvstore.index.redis.url import parse_url
 from kvstore.keys import Namespace
 from kvstore.limits import LIST_ROWS_MAX
 from kvstore.protocol.control import Op
@@ -62,6 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.url is not None:
+        parse_url(args.url)  # of no use here, as each node knows its own, but not to be wrong
     nodes = local_nodes(run_dir_of(args), args.key_prefix)
     if not nodes:
         prefix = f" with key prefix {args.key_prefix}" * (args.key_prefix != KEY_PREFIX_DEFAULT)

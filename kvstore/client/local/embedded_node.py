@@ -51,7 +51,7 @@ def fitting_bytes(where: Path, size_bytes: int) -> int:
     remedy = "enlarge it (`mount -o remount,size=...`, `docker run --shm-size`, an emptyDir)"
     if fits < EMBEDDED_NODE_BYTES_MIN:
         raise NoSpaceError(
-            f"{where} has {free >> 20} MiB to give, and a memory node of any use needs "
+            f"{where} has {max(free, 0) >> 20} MiB to give, and a memory node of any use needs "
             f"{EMBEDDED_NODE_BYTES_MIN >> 20}: {remedy}"
         )
     log.warning(

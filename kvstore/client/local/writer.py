@@ -591,8 +591,10 @@ def _retained(count: int, _link: NodeLink, raw: object) -> list[Retained]:
 
 def nobody_here(name: str | None) -> str:
     """Return why there is no link to the node called `name`, or to any."""
-    which = f"named {name!r} " if name else ""
-    return f"no memory node {which}on this host: start one with `kvstore node`"
+    if name:
+        remedy = f"`kvstore node --name {name}` starts it, `kvstore stat` names those that live"
+        return f"no memory node named {name!r} on this host: {remedy}"
+    return "no memory node on this host: start one with `kvstore node`"
 
 
 def _is_start(link: NodeLink, announcement: Announcement) -> bool:

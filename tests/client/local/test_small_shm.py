@@ -95,6 +95,12 @@ def test_what_is_said_to_fit_does_and_is_most_of_the_room(
     assert size > 0.85 * room
 
 
+def test_room_that_is_reserved_already_is_told_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, -15 * MIB)
+    with pytest.raises(NoSpaceError, match="/dev/shm has 0 MiB to give"):
+        fitting_bytes(Path("/dev/shm"), 512 * MIB)
+
+
 def test_what_fits_is_left_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 1 << 30)
     assert fitting_bytes(Path("/dev/shm"), 512 * MIB) == 512 * MIB
