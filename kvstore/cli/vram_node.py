@@ -13,6 +13,7 @@ from kvstore.client.session import BlockSession
 from kvstore.cuda.bindings import open_device
 from kvstore.errors import InternalError
 from kvstore.node import NodeConfig
+from kvstore.system import service_manager
 from kvstore.vram.pool import VramPool
 
 LOOK_EVERY_S = 1.0
@@ -47,6 +48,7 @@ def serve_vram(table: NodeTable, size_bytes: int, config: NodeConfig) -> int:
         for number in STOP_SIGNALS:
             signal.signal(number, stop)
         try:
+            service_manager.say_ready()
             print(
                 f"kvstore node {name}: ready, {human_bytes(size_bytes)} of VRAM of device "
                 f"{table.device}, pid {os.getpid()}",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,20 @@ def test_a_signal_ends_it_and_leaves_nothing_in_dev_shm(
     assert place.segments("node") == []
     assert "Traceback" not in node.output
     wait_until(lambda: place.files() == [], f"an empty run directory: {place.files()}")
+
+
+def test_a_service_manager_hears_of_its_start_though_redis_is_away(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        node = place.start("node", "--size", "4MiB", "--url", "redis://127.0.0.1:1")
+        assert manager.recv(100) == b"READY=1"
+        assert NodeDir(place.run_dir, "node").alive()
+        assert "ready" not in node.output
+        assert node.end(signal.SIGTERM) == 0
 
 
 def test_its_end_takes_its_records_out_of_redis(place: Place, redis_server) -> None:

@@ -34,7 +34,7 @@ from kvstore.segment.abandoned import free_abandoned, segments
 from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR, files_bytes
 from kvstore.settings.toml_file import CONFIG
-from kvstore.system import numa
+from kvstore.system import numa, service_manager
 from kvstore.transport.stream.address import parse_listen
 from kvstore.transport.stream.security import (
     SECRET,
@@ -258,7 +258,8 @@ async def _serve(node: Node, redis: str) -> int:
             flush=True,
         )
 
-    await node.serve(on_ready=say_ready)
+    # Its own host is served with or without an index: who waits for this node waits no longer.
+    await node.serve(on_serving=service_manager.say_ready, on_ready=say_ready)
     return 128 + signal.SIGINT if signal.SIGINT in ended_by else 0
 
 
