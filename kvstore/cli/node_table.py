@@ -47,7 +47,7 @@ class NodeTable:
     """What goes when it is full: what nobody has used for longest (`lru`), or by how often it was
     used, too (`head-start`, docs/decisions/0092)."""
     listen: str = ""
-    """HOST:PORT to serve other hosts at; empty: not at all."""
+    """HOST:PORT to serve other hosts at, or :PORT at every address; empty: not at all."""
     advertise: str = ""
     """The name or address by which they reach it; empty: that of `listen`, else this host's."""
     open: bool = False

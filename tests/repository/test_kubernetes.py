@@ -80,7 +80,7 @@ def test_the_memory_that_a_node_may_have_is_enough_for_its_size(node: tuple[str,
 def test_a_node_listens_where_it_says(node: tuple[str, str]) -> None:
     of = container(node)
     args = _parse(of["args"])
-    assert args.listen == f"0.0.0.0:{of['ports'][0]['containerPort']}"
+    assert args.listen == f":{of['ports'][0]['containerPort']}"
     assert args.advertise == "$(POD_IP)"
 
 

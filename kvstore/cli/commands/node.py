@@ -139,7 +139,11 @@ def add_stream(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "other hosts", f"The secret that both sides know is in {SECRET} or {SECRET_FILE}."
     )
-    group.add_argument("--listen", metavar="HOST:PORT", help="serve other hosts here")
+    group.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="serve other hosts here; without HOST at every address",
+    )
     group.add_argument("--advertise", metavar="HOST", help="the name or address they reach it by")
     group.add_argument(
         "--open",

@@ -46,6 +46,9 @@ from kvstore.transport.stream.transport import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
 
+BACKLOG = 128
+V4_IN_V6 = "::ffff:"
+"""How a socket for both names who came by IPv4."""
 STOP_TIMEOUT_S = 2.0
 ACCEPT_POLL_S = 0.2
 IDLE_MIN_S = 1.0
@@ -99,16 +102,11 @@ class StreamServer:
         self._secret = config.security.secret
         self._tls = config.security.server_context()
         try:
-            v6 = ":" in host
-            self._listener = socket.create_server(
-                (host, port),
-                family=socket.AF_INET6 if v6 else socket.AF_INET,
-                backlog=128,
-                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-            )
+            self._listener = _listener(host, port)
         except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
             raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
         self._listener.settimeout(ACCEPT_POLL_S)
+        v6 = self._listener.family == socket.AF_INET6
         shown = config.advertise or (own_address(v6=v6) if host in WILDCARDS else host)
         scheme = "tcp" if self._tls is None else "tls"
         self.address = Address(scheme, shown, self._listener.getsockname()[1])
@@ -190,7 +188,7 @@ class StreamServer:
                 self._say.warning(text, self._name, e.strerror)
                 poll.unregister(self._listener)  # it is tried again, and the others go on
             return None
-        guest = Guest(connection, peer[0])
+        guest = Guest(connection, peer[0].removeprefix(V4_IN_V6))
         with self._lock:
             goes = self._unproven.enter(guest)
         if goes is not None:
@@ -306,3 +304,17 @@ class StreamServer:
         if not welcome:
             raise WireError("it does not know the secret")
         channel.seals = shake.seals()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host`; where that says none, at every address of this machine, of
+    IPv6 too if it has that. Raises `OSError` and what `socket` raises of no address."""
+    if not host:
+        with contextlib.suppress(OSError):  # a kernel may know no IPv6, or have it turned off
+            return _listener("::", port)
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )

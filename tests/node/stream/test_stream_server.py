@@ -1,6 +1,7 @@
 """Who is let in by a node that listens, and for how long; with TLS and without."""
 
 import dataclasses
+import errno
 import os
 import socket
 import threading
@@ -159,6 +160,39 @@ def test_a_node_is_reached_at_the_address_that_it_announces(tmp_path, host):
     if ":" in host and not ipv6():
         pytest.skip("no IPv6 on this machine")
     place = Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=(host, 0))
+    try:
+        outcome = read_by(place, place.transport, place.save(b"1" * 1000))
+        assert outcome.read is Read.HIT, outcome.reason
+    finally:
+        place.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_node_that_names_no_host_is_reached_by_ipv4_and_ipv6(tmp_path, address):
+    if ":" in address and not ipv6():
+        pytest.skip("no IPv6 on this machine")
+    place = Place(
+        tmp_path, lambda place: StreamTransport(SECURITY), listen=("", 0), advertise=address
+    )
+    try:
+        outcome = read_by(place, place.transport, place.save(b"1" * 1000))
+        assert outcome.read is Read.HIT, outcome.reason
+        (guest,) = place.node._stream._guests
+        assert guest.address == address, "as the limits for one address count it"
+    finally:
+        place.close()
+
+
+def test_a_machine_whose_ipv6_is_turned_off_is_reached_by_ipv4(tmp_path, monkeypatch):
+    create_server = socket.create_server
+
+    def none_of_ipv6(address, *, family, **options):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return create_server(address, family=family, **options)
+
+    monkeypatch.setattr(socket, "create_server", none_of_ipv6)
+    place = Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=("", 0))
     try:
         outcome = read_by(place, place.transport, place.save(b"1" * 1000))
         assert outcome.read is Read.HIT, outcome.reason
