@@ -33,13 +33,13 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
 COPY pyproject.toml .
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
-    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python -r pyproject.toml --extra router --extra stream
+    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python -r pyproject.toml --extra router --extra stream --extra metrics
 
 FROM build AS env-store
 COPY pyproject.toml .
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
-    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python -r pyproject.toml --extra router --extra stream
+    /opt/uv/bin/uv pip install --quiet --python /opt/kvstore/bin/python -r pyproject.toml --extra router --extra stream --extra metrics
 
 # The compiled part: the compiler stays in this stage.
 FROM build AS wheel

@@ -59,6 +59,9 @@ class NodeTable:
     events: str = ""
     """Where to tell routers which blocks are stored and removed: PORT (on this host alone),
     tcp://HOST:PORT or ipc://PATH, and the port after it; empty: nowhere (docs/decisions/0064)."""
+    metrics: str = ""
+    """HOST:PORT, or :PORT at every address, to answer Prometheus (/metrics) and probes (/live,
+    /ready) at; empty: nowhere."""
     keep: bool = False
     """Leave the memory for the next start of this name when told to stop."""
     group: str = ""

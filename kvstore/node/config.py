@@ -48,6 +48,8 @@ class NodeConfig:
     events: str = ""
     """Where to publish which blocks are stored and removed (block_events.py), as
     `endpoints_of` takes it. Empty: not."""
+    metrics: tuple[str, int] | None = None
+    """Where to answer Prometheus and probes over HTTP (metrics.py); None: nowhere."""
     keep: bool = False
     """At an orderly end too, leave the segment for the next start (takeover.py)."""
     group: int | None = None

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvstore.core.events import (
     NOBODY,
@@ -101,6 +101,9 @@ from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.system.filelock import FileLock
 from kvstore.types import Key
 
+if TYPE_CHECKING:
+    from kvstore.node.metrics import NodeMetrics
+
 log = logging.getLogger("kvstore.node")
 
 LEASE_POLL_S = 0.1
@@ -134,6 +137,7 @@ class Node:
         self._failure: BaseException | None = None
         self._stream: StreamServer | None = None
         self._events: BlockEvents | None = None
+        self._metrics: NodeMetrics | None = None
         self._said_room = -1
         self._resetting: set[int] = set()
         """Resets that others told of and that are under way."""
@@ -267,9 +271,7 @@ class Node:
         """The former start's, where its segment waits: a container that is started again may have
         another host name."""
         former = self.dir.announcement() if self._keeps else None
-        if former is not None:
-            return former.node_id
-        return node_id_of(self.config.run_dir, self.config.name)
+        return former.node_id if former else node_id_of(self.config.run_dir, self.config.name)
 
     def _former_waits(self) -> bool:
         """Whether a segment waits for this start."""
@@ -323,6 +325,7 @@ class Node:
         assert self._stopping is not None
         self._serve_streams()
         self._publish_events()
+        self._serve_metrics()
         heartbeat = self._heartbeat()
         # Before anyone can connect: a client that names the index otherwise asks it for us.
         heartbeat.beat()
@@ -463,6 +466,26 @@ class Node:
         events.start()
         self._events = events
 
+    def _serve_metrics(self) -> None:
+        """Answer Prometheus and probes from here on."""
+        if self.config.metrics is None:
+            return
+        # Imported where it is needed: an HTTP server, which most nodes do without.
+        from kvstore.node.metrics import NodeMetrics
+
+        assert self._loop is not None
+        self._metrics = NodeMetrics(self.config, self.medium, self._loop, self._numbers, self.dir)
+        self._metrics.start()
+
+    def _numbers(self) -> dict[str, int | float]:
+        """What Prometheus is told of."""
+        return {
+            **stats(self.core, self._now()),
+            "clients": len(self.sessions),
+            "ready": int(not self.dir.why_not_ready()),
+            "index_away": int(self.publisher.away),
+        }
+
     def _served(self, announcement: Announcement) -> ServedSegment:
         """The segment for threads of streams. Raises `OSError` and `PeerError`."""
         data, head = Path(announcement.data_path), Path(announcement.head_path)
@@ -491,6 +514,8 @@ class Node:
             self._stream.stop()
         if self._events is not None:
             self._events.stop(keep=self._keeps)
+        if self._metrics is not None:
+            self._metrics.stop()
         self.clients.hang_up()
         self._checks.stop()
         self.segment.close(keep=self._keeps)

@@ -1,10 +1,12 @@
 """Opens TCP connections by a deadline, which covers the look-up of the host's name too.
 
-`getaddrinfo` has no time-out and cannot be called off, so a thread waits for it.
+`getaddrinfo` has no time-out and cannot be called off, so a thread waits for it. `listen` is the
+other end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -17,6 +19,7 @@ from kvstore.system.interruption import let_through
 NAME_KEPT_S = 6.0
 """How long an answer is good, longer than any pause between two tries (`retry_after_max_s`): a
 name server that needs more than one caller's deadline is heard by the next."""
+BACKLOG = 128
 _KINDS = (socket.AF_INET, socket.AF_INET6)
 _Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 _Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, _Address]]
@@ -142,3 +145,17 @@ class _Names:
 
 
 _names = _Names()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host`; where that says none, at every address of this machine, of
+    IPv6 too if it has that. Raises `OSError` and what `socket` raises of no address."""
+    if not host:
+        with contextlib.suppress(OSError):  # a kernel may know no IPv6, or have it turned off
+            return listen("::", port)
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )

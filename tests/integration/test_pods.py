@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,6 @@ START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 30.0
 VALUES = 20
 
 PROGRAM = "sys.exit(main(args))"
-READY = "sys.exit(main(['stat', '--node', 'node']))"
 # An engine's place in the store, which does what it is told, a line each.
 ENGINE = f"""
 client = Client(limits=PATIENT)
@@ -196,15 +196,26 @@ def test_the_pod_that_follows_a_nodes_pod_has_its_blocks_again(
             wait_until(lambda: former.get() == VALUES, "all are hits again", START_TIMEOUT_S)
 
 
-def test_the_probe_says_when_a_node_is_there(kubernetes: Kubernetes, tmp_path: Path) -> None:
+def test_probes_and_prometheus_are_answered_in_the_pod(
+    kubernetes: Kubernetes, tmp_path: Path
+) -> None:
     pod = kubernetes.pod("a", template("node.yaml"))
-    probe = pod.container("node")["startupProbe"]["exec"]["command"]
-    ask = f"sys.exit(main({probe[1:]!r}))"
-    words, env = pod.command("node", ask)
-    before = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    assert before.returncode == 1, before.stderr
+    of = pod.container("node")
+    (port,) = [port["containerPort"] for port in of["ports"] if port["name"] == "metrics"]
+    paths = {of[kind]["httpGet"]["path"] for kind in of if kind.endswith("Probe")} | {"/metrics"}
+
+    def answer(path: str) -> str:
+        url = f"http://{kubernetes.hosts.address('a')}:{port}{path}"
+        read = f"import urllib.request as u; print(u.urlopen({url!r}).read().decode())"
+        words = kubernetes.hosts.command("b", [sys.executable, "-c", read])
+        return subprocess.check_output(words, text=True, timeout=60)
+
     with kubernetes.node(pod, tmp_path / "log"):
-        pod.run("node", ask)
+        found = {path: answer(path) for path in paths}
+    assert found.keys() == {"/live", "/ready", "/metrics"}
+    assert "yes" in found["/live"]
+    assert "yes" in found["/ready"]
+    assert "kvstore_node_capacity_bytes" in found["/metrics"]
 
 
 def test_pods_with_a_node_of_their_own_read_each_other_over_the_network(

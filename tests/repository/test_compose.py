@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from connector.metrics import METRICS
+from kvstore.node.metrics import FAMILIES
 
 REPOSITORY = Path(__file__).parents[2]
 DASHBOARD = REPOSITORY / "deploy/grafana/dashboards/kvstore.json"
@@ -114,6 +116,26 @@ def test_the_provisioned_dashboard_is_one() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["uid"] == "kvstore"
     assert all(panel["targets"] for panel in dashboard["panels"])
+
+
+def test_the_dashboard_asks_for_what_nodes_tell() -> None:
+    asked = set(re.findall(r"kvstore_node_(\w+)", DASHBOARD.read_text()))
+    assert asked
+    assert asked <= {family.name + "_total" * family.counter for family in FAMILIES}
+
+
+def test_prometheus_asks_nodes_where_they_answer(compose: dict[str, Any]) -> None:
+    (job,) = (j for j in _scraped() if j["job_name"] == "nodes")
+    (found,) = job["dns_sd_configs"]
+    for name in found["names"]:
+        assert f"--metrics=:{found['port']}" in compose["services"][name]["command"]
+
+
+def _scraped() -> list[dict[str, Any]]:
+    scraped: list[dict[str, Any]] = yaml.safe_load(
+        (REPOSITORY / "deploy/prometheus.yml").read_text()
+    )["scrape_configs"]
+    return scraped
 
 
 def test_the_dashboard_asks_for_counters_that_the_connector_has() -> None:

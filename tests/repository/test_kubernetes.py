@@ -85,12 +85,22 @@ def test_a_node_listens_where_it_says(node: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda of: of[0])
-def test_probes_ask_for_the_node_by_its_name(node: tuple[str, str]) -> None:
+def test_probes_and_prometheus_ask_where_the_node_answers(node: tuple[str, str]) -> None:
     of = container(node)
-    for probe in ("startupProbe", "readinessProbe"):
-        if probe in of:
-            args = _parse(of[probe]["exec"]["command"][1:])
-            assert args.node == _parse(of["args"]).name
+    ports = {port["name"]: port["containerPort"] for port in of["ports"]}
+    assert _parse(of["args"]).metrics == f":{ports['metrics']}"
+    template = documents(node[0])[0]["spec"]["template"]["metadata"]
+    assert template["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+    probes = {kind: of[kind]["httpGet"] for kind in of if kind.endswith("Probe")}
+    assert {probe["port"] for probe in probes.values()} == {"metrics"}
+    # A node whose Redis is away serves its host: it is not started again for that.
+    assert probes["startupProbe"]["path"] == probes["livenessProbe"]["path"] == "/live"
+    assert probes.get("readinessProbe", {"path": "/ready"})["path"] == "/ready"
+
+
+def test_a_pod_whose_redis_is_away_goes_on_to_serve_requests() -> None:
+    """The readiness of a pod is that of all of its containers."""
+    assert "readinessProbe" not in container(("one-pod.yaml", "node"))
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda of: of[0])

@@ -88,6 +88,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "host alone), tcp://HOST:PORT or ipc://PATH; the port after it is used too",
     )
     parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="answer Prometheus (/metrics) and probes (/live, /ready) here; without HOST at every "
+        "address",
+    )
+    parser.add_argument(
         "--keep",
         action="store_true",
         default=None,
@@ -206,6 +212,7 @@ def run(args: argparse.Namespace) -> int:
         nixl=table.nixl,
         fabric=table.fabric,
         events=table.events,
+        metrics=parse_listen(table.metrics, "metrics") if table.metrics else None,
         keep=table.keep,
         group=group_id(table.group) if table.group else None,
         limits=file.limits(),

@@ -36,6 +36,7 @@ from kvstore.protocol.stream_handshake import (
     PROOF_BYTES,
     NodeHandshake,
 )
+from kvstore.system.tcp import listen
 from kvstore.transport.nixl.child import INSTALL
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NAME as NIXL
@@ -46,7 +47,6 @@ from kvstore.transport.stream.transport import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
 
-BACKLOG = 128
 V4_IN_V6 = "::ffff:"
 """How a socket for both names who came by IPv4."""
 STOP_TIMEOUT_S = 2.0
@@ -102,7 +102,7 @@ class StreamServer:
         self._secret = config.security.secret
         self._tls = config.security.server_context()
         try:
-            self._listener = _listener(host, port)
+            self._listener = listen(host, port)
         except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
             raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
         self._listener.settimeout(ACCEPT_POLL_S)
@@ -304,17 +304,3 @@ class StreamServer:
         if not welcome:
             raise WireError("it does not know the secret")
         channel.seals = shake.seals()
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host`; where that says none, at every address of this machine, of
-    IPv6 too if it has that. Raises `OSError` and what `socket` raises of no address."""
-    if not host:
-        with contextlib.suppress(OSError):  # a kernel may know no IPv6, or have it turned off
-            return _listener("::", port)
-    return socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        backlog=BACKLOG,
-        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-    )

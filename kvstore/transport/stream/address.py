@@ -36,14 +36,14 @@ def parse(url: str) -> Address:
     return address
 
 
-def parse_listen(text: str) -> tuple[str, int]:
+def parse_listen(text: str, field: str = "listen") -> tuple[str, int]:
     """(host, port) of `HOST:PORT`, `[V6]:PORT` or `:PORT`; port 0 takes a free one.
 
-    Raises `UsageError`.
+    Raises `UsageError`, which names `field`.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
-        raise UsageError("listen", text, "must be HOST:PORT, with port 0 for a free one")
+        raise UsageError(field, text, "must be HOST:PORT, with port 0 for a free one")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

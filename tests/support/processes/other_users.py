@@ -28,6 +28,7 @@ _PRELUDE = """
 import json, os, socket, sys
 from pathlib import Path
 import hiredis, msgpack, redis, tenacity, xxhash
+import kvstore.node.metrics, prometheus_client
 import kvstore.cli.commands.node, kvstore.cli.options, kvstore.cli.output, kvstore.cli.store
 from kvstore import *
 from kvstore.cli import main
