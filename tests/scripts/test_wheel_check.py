@@ -31,6 +31,12 @@ def test_the_readme_shows_every_command_and_one_python_block() -> None:
     assert len(python_blocks(text)) == 1
 
 
+def test_each_line_of_the_readmes_commands_is_one() -> None:
+    """A comment that goes on in a line of its own would be run as a command."""
+    for line in commands(README.read_text()):
+        assert "kvstore" in adapted(line.partition(" | ")[2] or line, Path("tokens"))[:1], line
+
+
 def test_sizes_and_files_are_those_of_this_machine() -> None:
     words = adapted("kvstore up --nodes 1 --size 4GiB --tokens FILE", Path("/t"))
     assert words == ["kvstore", "up", "--nodes", "1", "--size", "64MiB", "--tokens", "/t"]
