@@ -14,6 +14,7 @@ from pathlib import Path
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.abandoned import Sweeper
+from kvstore.system import service_manager
 
 READY_TIMEOUT_S = 300.0
 """A node clears all its memory first; at 2 GB/s this is 600 GB."""
@@ -160,8 +161,10 @@ class Fleet:
         self._sweeper = Sweeper(run_dir)
         command = [sys.executable, "-m", "kvstore.cli", "node", "--only-options", *options]
         command += ["--run-dir", str(run_dir), "--end-with-parent", str(os.getpid())]
+        theirs = {**os.environ, **env}
+        theirs.pop(service_manager.OURS, None)
         self.children = [
-            Child(name, [*command, "--name", name, "--numa", where], {**os.environ, **env})
+            Child(name, [*command, "--name", name, "--numa", where], theirs)
             for name, where in zip(node_names(count), numa, strict=True)
         ]
 

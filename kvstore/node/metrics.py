@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
     from prometheus_client.core import Metric
+
+log = logging.getLogger("kvstore.node")
 
 INSTALL = "pip install 'kvstore-llm[metrics]'"
 LOOP_TIMEOUT_S = 2.0
@@ -122,12 +125,14 @@ class NodeMetrics:
             "policy": config.policy,
             "medium": medium,
         }
+        self._read: Numbers = {}
+        """What the loop has told last, for the answer under way."""
         self._stopping = threading.Event()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
-        self._server = WSGIServer(address, _Handler, bind_and_activate=False)
-        self._server.socket.close()
+        self._server = _Server(address, _Handler, bind_and_activate=False)
+        self._server.socket.close()  # of IPv4 alone
         try:
             self._server.socket = listen(*address)
         except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
@@ -197,6 +202,12 @@ class NodeMetrics:
             made = kind(PREFIX + family.name, family.help, labels=["node"])
             made.add_metric([node], self._read[family.of])
             yield made
+
+
+class _Server(WSGIServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Note what went wrong with one connection: others find it by a scan of ports, too."""
+        log.debug("metrics: the connection of %s ended early", client_address, exc_info=True)
 
 
 class _Handler(WSGIRequestHandler):

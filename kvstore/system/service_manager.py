@@ -1,7 +1,8 @@
-"""Tells the service manager that started this process how it is (systemd's sd_notify protocol).
+"""Tells the service manager that started this process that its start is over.
 
-A datagram to the socket that `NOTIFY_SOCKET` names: https://www.freedesktop.org/software/systemd/
-man/latest/sd_notify.html.
+The protocol is systemd's (sd_notify(3)): a datagram to the socket that `NOTIFY_SOCKET` names. It is
+about the service's own process, so whoever starts another one keeps the variable from it (`OURS`):
+a node that an engine starts must not say that the engine is ready.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import socket
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "NOTIFY_SOCKET"
+OURS = "NOTIFY_SOCKET"
 
 
 def say_ready() -> None:
     """Say that the start is over. Without a service manager that wants to know, nothing is said."""
-    name = os.environ.get(VARIABLE, "")
+    name = os.environ.get(OURS, "")
     if not name.startswith(("/", "@")):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
         messenger.setblocking(False)
         try:
-            messenger.sendto(b"READY=1", name.replace("@", "\0", 1) if name[0] == "@" else name)
+            messenger.sendto(b"READY=1", "\0" + name[1:] if name[0] == "@" else name)
         except OSError as e:
-            log.warning("%s=%s cannot be told that the start is over: %s", VARIABLE, name, e)
+            log.warning("%s=%s cannot be told that the start is over: %s", OURS, name, e)

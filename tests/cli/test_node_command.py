@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from kvstore import Client, Limits
 from kvstore.client.local.embedded_node import embedded_name
 from kvstore.nodedir import NodeDir
 
+PATIENT = Limits(request_timeout_s=10.0)
 EMBEDDED = embedded_name("kv:default")
 
 
@@ -42,6 +44,28 @@ def test_a_service_manager_hears_of_its_start_though_redis_is_away(
         assert NodeDir(place.run_dir, "node").alive()
         assert "ready" not in node.output
         assert node.end(signal.SIGTERM) == 0
+
+
+def test_who_starts_nodes_alone_tells_the_service_manager(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `kvstore up` it hears once, of the embedded node of an engine's client nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.delenv("KVSTORE_URL", raising=False)
+        with Client(run_dir=place.run_dir, limits=PATIENT, node_size_bytes=16 << 20) as client:
+            assert client.put("k", b"v")
+        with pytest.raises(BlockingIOError):
+            manager.recv(100)
+        up = place.start("up", "--nodes", "2", "--size", "4MiB")
+        up.wait_for("Ctrl-C ends it")
+        wait_until(lambda: select.select([manager], [], [], 0)[0], "it hears of `up`")
+        assert manager.recv(100) == b"READY=1"
+        with pytest.raises(BlockingIOError):
+            manager.recv(100)
+        assert up.end(signal.SIGTERM) == 0
 
 
 def test_its_end_takes_its_records_out_of_redis(place: Place, redis_server) -> None:

@@ -141,19 +141,22 @@ def test_what_is_not_there_is_told_with_what_is(node: Node, path: str, status: i
 
 
 def test_who_says_nothing_keeps_others_waiting_for_a_moment_only(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(metrics._Handler, "timeout", 0.3)
     assert node._metrics is not None
     with socket.create_connection((HOST, node._metrics.port)):
         time.sleep(0.1)
         assert ask(node, "/live") == (200, "yes\n")
+    assert not capfd.readouterr().err, "a scan of ports fills no log"
 
 
 @pytest.mark.parametrize(
     "said", [b"\xff\xfe\x00\n\n", b"GET\n\n", b"GET /metrics" + b"x" * 70_000 + b"\n\n"]
 )
-def test_what_is_no_request_ends_its_connection_alone(node: Node, said: bytes) -> None:
+def test_what_is_no_request_ends_its_connection_alone(
+    node: Node, said: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert node._metrics is not None
     with socket.create_connection((HOST, node._metrics.port), timeout=10) as odd:
         odd.sendall(said)
@@ -161,6 +164,7 @@ def test_what_is_no_request_ends_its_connection_alone(node: Node, said: bytes) -
         while odd.recv(65536):
             pass
     assert ask(node, "/live") == (200, "yes\n")
+    assert not capfd.readouterr().err
 
 
 def test_it_ends_with_its_node(tmp_path: Path) -> None:

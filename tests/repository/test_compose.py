@@ -124,11 +124,12 @@ def test_the_dashboard_asks_for_what_nodes_tell() -> None:
     assert asked <= {family.name + "_total" * family.counter for family in FAMILIES}
 
 
-def test_prometheus_asks_nodes_where_they_answer(compose: dict[str, Any]) -> None:
+def test_prometheus_asks_nodes_where_they_answer() -> None:
+    services = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]
     (job,) = (j for j in _scraped() if j["job_name"] == "nodes")
     (found,) = job["dns_sd_configs"]
     for name in found["names"]:
-        assert f"--metrics=:{found['port']}" in compose["services"][name]["command"]
+        assert f"--metrics=:{found['port']}" in services[name]["command"]
 
 
 def _scraped() -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.url is not None:
-        parse_url(args.url)  # of no use here, as each node knows its own, but not to be wrong
+        parse_url(args.url)  # nodes are found without it: it has to be one all the same
     nodes = local_nodes(run_dir_of(args), args.key_prefix)
     if not nodes:
         prefix = f" with key prefix {args.key_prefix}" * (args.key_prefix != KEY_PREFIX_DEFAULT)

@@ -33,7 +33,7 @@ from kvstore.nodedir import NodeDir
 from kvstore.rundir import RUN_DIR_ENV
 from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.segment.shm import SHM_DIR, check_room
-from kvstore.system import numa
+from kvstore.system import numa, service_manager
 
 NODES_MAX = 64
 EACH = "each"
@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             fleet.start(stop.asked, _say)
             if not stop.asked():
                 print(_how_to_use(args, redis.url, run_dir), flush=True)
+                service_manager.say_ready()
             fleet.tend(stop.asked, _say)
         finally:
             fleet.stop()

@@ -28,6 +28,7 @@ from kvstore.rundir import listens
 from kvstore.secret import SIGNING_KEY
 from kvstore.segment.cgroup import memory_limit, size_within
 from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
+from kvstore.system import service_manager
 from kvstore.system.background import start_in_background
 
 log = logging.getLogger("kvstore.client")
@@ -123,7 +124,8 @@ def _start(
     directory: NodeDir, run_dir: Path, key_prefix: str, size_bytes: int, signing_key: bytes | None
 ) -> subprocess.Popen[bytes]:
     size_bytes = fitting_bytes(SHM_DIR, size_within(size_bytes, memory_limit()))
-    env = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items() if k != URL_VARIABLE}
+    kept = {k: v for k, v in os.environ.items() if k not in (URL_VARIABLE, service_manager.OURS)}
+    env = {os.fsencode(k): os.fsencode(v) for k, v in kept.items()}
     if signing_key is not None:
         env[os.fsencode(SIGNING_KEY)] = signing_key
     process = start_in_background(

@@ -91,13 +91,6 @@ class Pod:
             return self.values[entry["name"]]
         return self.values.get(entry["value"], entry["value"])
 
-    def run(self, container: str, code: str) -> str:
-        """What `code` prints in the container."""
-        words, env = self.command(container, code)
-        ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
     @contextmanager
     def running(self, container: str, code: str, **options: Any) -> Iterator[Started]:
         """The container with `code` as its program, killed at the end if it is still there."""
