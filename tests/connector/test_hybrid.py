@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
+from connector_parts import wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tp_engine import Model, TpEngine
@@ -14,6 +15,7 @@ from tp_engine import Model, TpEngine
 from connector.layout.block_plan import Placed, load_blocks, save_blocks, usable_run
 from connector.layout.geometry import GroupLayout, KVGeometry, StoreLayout
 from connector.layout.topology import TpKVTopology
+from connector.messages import WorkerReport
 from kvstore import BlockRef
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -219,3 +221,32 @@ def test_any_hybrid_geometry_byte_for_byte(data: st.DataObject) -> None:
     finally:
         for engine in engines:
             engine.close()
+
+
+def test_a_block_of_a_later_group_that_was_lost_is_saved_again(
+    make: Make, store: MemoryBlockStore
+) -> None:
+    """Where a load of several groups failed does not say how much of the prefix is there."""
+    tokens = prompt(4)
+    make().save(tokens)
+    engine = make(seed=1)
+    hashes = engine.request("r", tokens).block_hashes
+    lost = engine.layout.groups[1].namespaces[0].engine_keys(hashes)[3]
+    store.evict(lost, forget=False)
+    request = engine.request("load", tokens)
+    offered = engine.match(request)
+    tables = engine.tables(len(tokens))
+    engine.scheduler.allocated(request, lambda: tables, offered)
+    (job,) = engine.scheduler.plan_step([], [], lambda _: None).loads
+    engine.workers[0].start_loads([job])
+    total = WorkerReport()
+
+    def reported() -> bool:
+        total.merge(engine.workers[0].poll(0.002))
+        return bool(total.failed_requests)
+
+    wait_for(reported, "the load to fail")
+    engine.scheduler.report(total)
+    engine.scheduler.loads_ended(["load"])
+    plan = engine.scheduler.plan_step([(request, len(tokens))], [], lambda _: tables)
+    assert lost in {key for save in plan.saves for block in save.blocks for key in block.keys}

@@ -235,3 +235,25 @@ def test_a_life_that_claims_to_be_longer_than_its_namespace_allows_is_not_believ
     again.apply(recover(again.core, seen(place.segment), 9, 101.0))
     assert not again.has(KEYS[0])
     assert not again.secrets
+
+
+def test_a_tenants_number_is_never_the_one_of_bounded_lives(place):
+    """What a restart reads would else end the block, where its tenant wanted it retained."""
+    place.reserve(KEYS[:1], 100.0, namespace=Namespace({"name": "unbounded"}))
+    assert place.act(Retain(1, 1, KEYS[:1], 3600, NO_TENANT), 101.0) == [[Retained.YES]]
+    (term,) = place.segment.terms.values()
+    assert term.tenant != NO_TENANT
+
+
+def test_a_moved_block_keeps_the_end_of_its_life(place):
+    """Every second block is dropped, and a value four times as large needs the holes together."""
+    size = SIZE_BYTES // 32
+    keys = BOUNDED.block_keys(range(32), 1)
+    place.reserve(keys, 100.0, size)
+    place.act(Drop(1, 2, keys[::2]), 105.0)
+    place.reserve(KEYS[40:41], 105.0, 4 * size)
+    assert place.core.counts["moved"] > 0
+    kept = keys[1::2]
+    assert all(place.has(key) for key in kept)
+    place.act(Expire(), 100.0 + TTL_S)
+    assert not any(place.has(key) for key in kept)

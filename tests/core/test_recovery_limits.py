@@ -171,3 +171,19 @@ def test_slots_up_to_the_segments_end_leave_no_room_behind_them(size):
     allocator.restore([(0, size)], 0, 0)
     left = PAGES * PAGE - size
     assert list(allocator._space) == ([(size, left)] if left else [])
+
+
+def test_a_start_looks_where_small_blocks_lie_though_the_large_ones_came_first():
+    """Small blocks are placed from the end of a segment, large ones from its beginning."""
+    size, keys = 64 << 20, [KEY, OTHER]
+    core = NodeCore(node_id=7, epoch=1, size_bytes=size)
+    segment = StepwiseSegment(Superblock(7, 1, 0, size))
+    for key, length in zip(keys, (1 << 20, 1024), strict=True):
+        value = bytes(length)
+        event = Reserve(1, 1, [key], [length], 3, [0], [0], [value], [0])
+        for write in core.handle(event, 0.0).writes:
+            for _ in segment.steps(write):
+                pass
+    assert core.by_key[OTHER].offset > size // 2
+    seen = scan(size, segment.bounds, segment.headers, memoryview(segment.held))
+    assert {block.key for block in seen.sealed} == set(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,3 +168,19 @@ def test_nothing_that_a_living_node_needs_grows_old(
         for path in mine:
             os.utime(path, (1, 1))
         wait_until(lambda: not [p for p in mine if p.lstat().st_mtime == 1], "all are as of now")
+
+
+def test_a_lease_that_is_gone_and_that_nobody_holds_costs_no_warm_start(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client is dead, and the node has not heard so yet: nobody writes any more."""
+    monkeypatch.setattr("kvstore.node.upkeep.SIGN_OF_LIFE_S", 0.05)
+    monkeypatch.setattr("kvstore.node.upkeep.fd_is_locked", lambda fd: False)
+    with NodeThread(redis_server, size_bytes=8 * MIB) as node, Client(**node.client_options) as one:
+        assert one.put("k", VALUE)
+        directory = NodeDir(node.run_dir, "node")
+        remove(directory.leases)
+        wait_until(directory.leases.is_dir, "the directory is there again")
+        looked_at = time.monotonic()
+        wait_until(lambda: time.monotonic() > looked_at + 0.2, "several looks more")
+        assert not directory.unwatched.exists()

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
 import pytest
@@ -340,3 +341,22 @@ def test_a_signal_handler_may_close_what_it_interrupts(answered):
     assert answered.request(Op.STAT, accept=lambda body: answered.close()) is None
     with pytest.raises(NodeUnavailableError, match="closed"):
         answered.request(Op.STAT)
+
+
+def test_who_gave_up_waiting_for_the_connection_has_it_made_anew(answered, monkeypatch):
+    """What was to be given back, and was not sent, would else stay held until the client ends."""
+    held = [0]
+
+    def hello():
+        held[0] += 1
+        return (), ()
+
+    monkeypatch.setattr(answered, "_held", hello)
+    answered.request(Op.STAT)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(answered._lock.acquire).result()
+        with deadlines.until(time.monotonic() + 0.01), pytest.raises(DeadlineError, match="busy"):
+            answered.request(Op.STAT)
+        other.submit(answered._lock.release).result()
+    answered.request(Op.STAT)
+    assert held[0] == 2, "each HELLO says what is held"

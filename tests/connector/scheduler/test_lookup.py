@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from connector_parts import BLOCK, Clock, Hold, Side, prompt
+from connector_parts import BLOCK, PER_KEY, Clock, Hold, Side, prompt
 
 from connector.limits import LOOKUP_AT_ONCE_KEYS, LOOKUP_TIMEOUT_S
 from kvstore import Key, MissReason, Namespace
@@ -162,3 +162,25 @@ def test_keys_of_other_sizes_of_engines_are_made_for_the_index_alone(
     assert side.match(prompt(3, extra=1, seed=2)) == 0
     assert set(made) == {name for names in (own, *others) for name in names}
     side.core.close()
+
+
+def test_behind_a_prompt_longer_than_is_looked_up_no_part_is_found(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as what follows the last block that was looked up."""
+    monkeypatch.setattr("connector.scheduler.lookup.MATCH_BLOCKS_MAX", 2)
+    part = b"p" * 16
+    key = side.layout.groups[0].namespaces[0].engine_keys([part])[0]
+    longer = prompt(3, extra=1, seed=1)
+    here(side, seed=1, blocks=3)
+    (reservation,) = side.store.reserve([key], 8, side.layout.groups[0].namespaces[0].id)
+    side.store.commit([reservation])  # type: ignore[list-item]
+    side.store.here.add(key)
+    side.core._store.get()
+    for request, with_part in ((prompt(2, extra=1, seed=1), True), (longer, False)):
+        hashes = request.block_hashes[: len(request.tokens) // BLOCK * PER_KEY]
+        lookup = side.core._lookups.submit(hashes, part)
+        assert lookup is not None
+        assert lookup.done.wait(10)
+        assert lookup.run == 2
+        assert any(lookup.part_placement) is with_part

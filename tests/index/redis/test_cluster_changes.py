@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import pytest
+from redis.crc import key_slot
 
 from kvstore.circuit_breaker import Breaker
 from kvstore.errors import IndexUnavailableError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 KEYS = [os.urandom(32) for _ in range(30)]
 RECORDS = [KeyRecord(key, b"record") for key in KEYS]
 SLOTS_MAX = 16383
+IDS = range(1, 100)
 
 
 def test_a_shard_that_refuses_the_password_is_away_like_any_other(
@@ -224,3 +227,27 @@ def test_a_shard_that_a_slot_is_on_its_way_to_is_away_like_any_other(
         here = [key for key in KEYS if index._space.slot(key) <= 8000]
         said[0] = b"-ASK 1 127.0.0.1:%d\r\n" % nobody
         assert index.lookup(here[:1]) == [None]
+
+
+def test_a_node_whose_shard_is_away_stays_among_the_nodes(redis_cluster: RedisCluster) -> None:
+    """Whoever announces takes out the dead: that a shard says nothing proves no death."""
+    with (
+        closing(open_index(redis_cluster.url, timeout_s=5, publish_timeout_s=5)) as index,
+        closing(open_index(redis_cluster.url, timeout_s=5, publish_timeout_s=0.5)) as other,
+    ):
+        owners = [shard_of(index._space.nodes_key), *map(shard_of, map(index._space.node_key, IDS))]
+        away = next(shard for shard in owners if shard != owners[0])
+        there = IDS[owners.index(away, 1) - 1]
+        index.announce(there, b"announcement", 60.0)
+        server = redis_cluster.nodes[away]
+        server.signal(signal.SIGSTOP)
+        try:
+            here = IDS[owners.index(owners[0], 1) - 1]
+            other.announce(here, b"announcement", 60.0)  # its first one, which looks for the dead
+        finally:
+            server.signal(signal.SIGCONT)
+        assert {here, there} <= set(index.nodes())
+
+
+def shard_of(redis_key: bytes) -> int:
+    return key_slot(redis_key) // -(-(SLOTS_MAX + 1) // 3)

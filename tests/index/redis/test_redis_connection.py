@@ -235,3 +235,31 @@ def test_who_has_waited_for_a_connection_has_only_what_is_left(call):
     silent.waited_s.clear()
     assert getattr(link, call)(b"PING\r\n", 1, time.monotonic() + 60.0) == [b"PONG"]
     assert silent.waited_s == [60.0, 60.0], "no call of the system for a time that is the usual one"
+
+
+def test_a_connection_that_comes_back_to_a_closed_client_is_closed(server):
+    links = Links(server.dial, "here", timeout_s=5.0, links_max=1)
+    link = links.take(time.monotonic() + 5)
+    link.send(b"PING\r\n", time.monotonic() + 5)
+    (peer,) = server.peers
+    assert peer.recv(100) == b"PING\r\n"
+    links.close()
+    links.give(link)
+    peer.settimeout(5)
+    assert peer.recv(100) == b"", "hung up"
+
+
+def test_a_head_of_too_many_items_is_seen_though_it_comes_in_two_pieces(kept, server):
+    """Between them the server waits, so that each piece is received by itself."""
+    kept.send(b"PING\r\n", time.monotonic() + 5)
+    server.peers[0].sendall(b"+PONG\r\n*9999")
+
+    def rest() -> None:
+        time.sleep(0.1)
+        server.peers[0].sendall(b"999\r\n")
+
+    sayer = threading.Thread(target=rest, daemon=True)
+    sayer.start()
+    with pytest.raises(hiredis.ProtocolError, match="more items than any of ours"):
+        kept.receive(2, time.monotonic() + 5)
+    sayer.join()

@@ -174,3 +174,25 @@ def test_a_request_for_more_bytes_than_its_limit_ends_the_connection(place, what
     with pytest.raises(NodeUnavailableError):
         channel.receive_bytes(1, far())
     transport.close()
+
+
+def test_the_checksum_of_a_torn_copy_is_not_remembered_as_the_blocks(place, monkeypatch):
+    """The block changes while it is copied: what was summed up then is the checksum of no block."""
+    payload = os.urandom(SNAPSHOT_BYTES)
+    key, location = place.save(payload)
+    service = place.node._stream._service
+    shm, spot = service._segment, service._spot(key, location)
+    (memory,) = shm.payloads([(spot.offset, 1)])
+    real, looks = shm.header, []
+
+    def header(slot_id):
+        looks.append(slot_id)
+        return real(slot_id) if len(looks) == 1 else bytes(len(spot.image))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(shm), "header", lambda self, slot_id: header(slot_id))
+        memory[0] ^= 1
+        assert not answered(place, (key, location), None).good
+        memory[0] ^= 1
+    outcomes, got = place.read((key, location))
+    assert (reads(outcomes), got) == ([Read.HIT], [payload])

@@ -55,3 +55,10 @@ def test_who_waits_goes_on_when_its_other_save_ends_also_badly():
     with shares.of("a", 100, far()):
         assert let_go.is_set()
     assert done.wait(20)
+
+
+def test_saves_of_one_client_together_take_no_more_than_its_share():
+    shares = Shares(100)
+    with shares.of("a", 60, far()):
+        assert full(shares, "a", 41)
+        assert not full(shares, "a", 40)

@@ -278,3 +278,13 @@ def test_what_the_wait_for_room_took_is_not_there_for_the_rest() -> None:
     channel.close()
     taker.join()
     far.close()
+
+
+@pytest.mark.parametrize("option", [socket.SO_RCVTIMEO, socket.SO_SNDTIMEO])
+def test_the_kernel_waits_for_parts_of_a_second_too(option: int) -> None:
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    channel._limit(option, time.monotonic() + 0.75)
+    assert 0.5 < left_in_the_kernel_s(near, option) < 0.8
+    channel.close()
+    far.close()

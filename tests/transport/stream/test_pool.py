@@ -1,5 +1,6 @@
 """Connections to one node, and signal handlers that raise where it is least convenient."""
 
+import dataclasses
 import socket
 import time
 from contextlib import closing
@@ -139,3 +140,13 @@ def test_a_child_may_give_back_what_its_parent_took(pool):
     channel = pool.take(time.monotonic())
     pool.abandon()
     pool.give(channel, in_step=False)
+
+
+def test_a_nodes_next_start_takes_the_place_of_its_former_one(clock):
+    stream = StreamTransport(SECURITY)
+    node = node_at(1, "tcp://127.0.0.1:1")
+    former = stream.pool(node)
+    later = stream.pool(dataclasses.replace(node, epoch=2))
+    assert later is not former
+    assert list(stream._pools.values()) == [later]
+    stream.close()

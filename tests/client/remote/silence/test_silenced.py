@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,3 +102,15 @@ def test_old_word_that_another_listener_takes_away_first_keeps_nobody_from_the_r
     old.unlink()
     monkeypatch.setattr(silenced_module.os, "scandir", lambda _: iter(entries))
     assert heard(listener, 1.0) == [(2, 2)]
+
+
+def test_what_was_said_before_the_hosts_last_boot_is_not_believed(
+    tmp_path: Path, said: Path
+) -> None:
+    """The clock of files counts from the boot, so that word of before it lies in the future."""
+    speaker, listener = Silenced(tmp_path), Silenced(tmp_path)
+    speaker.say(1, 1)
+    ahead = time.monotonic() + 3600
+    os.utime(said / f"{1:016x}-1", (ahead, ahead))
+    assert heard(listener, 1.0) == []
+    assert list(said.iterdir()) == []

@@ -146,6 +146,15 @@ class TestWhatIsSaved:
         assert len(saves(engine, 1)) == 3, "after 80, 160 and 192 tokens"
         assert len(saves(engine, 0)) == 12
 
+    @pytest.mark.parametrize("most", [0, 3 * BLOCK])
+    def test_no_state_is_saved_beyond_what_its_request_allows(
+        self, make: MakeEngine, most: int
+    ) -> None:
+        engine = make(max_batched_tokens=BLOCK)
+        engine.add("a", prompt(6 * BLOCK + 5), params={"max_save_tokens": most})
+        engine.run()
+        assert [len(saves(engine, group)) for group in (0, 1)] == [most // BLOCK] * 2
+
     def test_trap_no_state_is_saved_while_it_still_changes(
         self, make: MakeEngine, store: MemoryBlockStore
     ) -> None:
