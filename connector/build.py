@@ -38,7 +38,7 @@ from kvstore import (
 if TYPE_CHECKING:
     from connector.settings import ConnectorSettings
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 def open_store(

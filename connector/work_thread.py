@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 T = TypeVar("T")
 

@@ -63,6 +63,7 @@ from kvstore.settings.reader import (
     known_names,
     read_settings,
 )
+from kvstore.system.last_resort import name_our_lines
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus, Retained, Tier
@@ -71,6 +72,8 @@ from kvstore.vram.pool import VramPool
 from kvstore.weights import weights_fingerprint
 
 __version__ = "0.2.0"
+
+name_our_lines()
 
 __all__ = [
     "Client",

@@ -46,8 +46,10 @@ class UsageError(KVStoreError, ValueError):
     The message names the field, the value and the limit; nothing was changed.
     """
 
-    def __init__(self, field: str, value: object, must: str) -> None:
-        super().__init__(f"{field}={shown(value)}: {must}")
+    def __init__(self, field: str, value: object, must: str, *, typed: bool = False) -> None:
+        """`typed` is for a value of the wrong type, which the message then names."""
+        kind = f" ({type(value).__name__})" if typed else ""
+        super().__init__(f"{field}={shown(value)}{kind}: {must}")
         self.field = field
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:

@@ -214,7 +214,7 @@ def chain(last: bytes, blocks: bytes, step: int, others: list[bytes]) -> list[by
 
 def _refuse_name(name: object) -> NoReturn:
     if not isinstance(name, str | bytes):
-        raise UsageError("key", name, "must be str or bytes")
+        raise UsageError("key", name, "must be str or bytes", typed=True)
     try:
         name.encode() if isinstance(name, str) else name
     except UnicodeEncodeError as e:

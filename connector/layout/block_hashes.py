@@ -14,7 +14,7 @@ from hashlib import sha256
 
 from kvstore import UsageError, chained_hashes
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 ALGORITHM = "kvstore-chain-1"
 """Names what is hashed and how, for the namespace; another one when either changes."""

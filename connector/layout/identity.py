@@ -13,7 +13,7 @@ from pathlib import Path
 from connector.limits import FINGERPRINTS_KEPT_MAX
 from kvstore import KVStoreError, weights_fingerprint
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 NAMES_ONLY = (
     "_name_or_path",

@@ -55,7 +55,9 @@ def main() -> int:
         "--no-tokenize", action="store_true", help="do not ask engines for the tokens of texts"
     )
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.server").addFilter(is_no_bad_http)
     try:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.lookup import Lookup
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 _ASKED = (MissReason.ABSENT, MissReason.OUT_OF_REACH)
 """Reasons of a lookup that the store can say more about."""

@@ -11,7 +11,7 @@ from connector.copiers.base import Holding, nothing_held
 from connector.limits import STORE_RETRY_S, Clock
 from kvstore import BlockStore, KVStoreError, Namespace, PoolMapping, UsageError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 Opener = Callable[[], BlockStore]
 

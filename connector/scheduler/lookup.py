@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from connector.layout.geometry import Split, StoreLayout
     from connector.scheduler.lazy_store import LazyStore
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 Ask = Callable[[Sequence[Key]], Sequence[BlockRef | None]]
 

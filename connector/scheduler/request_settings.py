@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from connector.limits import RETAINED_S_MAX as _MOST_S
 from connector.limits import TENANT_BYTES_MAX
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 ACTION_VERSIONS = ("1", "1.0")

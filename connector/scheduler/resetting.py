@@ -18,7 +18,7 @@ from kvstore import KVStoreError
 if TYPE_CHECKING:
     from connector.scheduler.lazy_store import LazyStore
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 class Resetter:

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from connector.scheduler.settings import SchedulerSettings
     from connector.stats import CountStats
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 class SchedulerCore:

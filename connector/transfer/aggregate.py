@@ -15,7 +15,7 @@ from kvstore import UsageError
 if TYPE_CHECKING:
     from connector.transfer.base import KVConnectorWorker
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 _Output = TypeVar("_Output")
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore import InternalError, UsageError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 T = TypeVar("T")
 Calls = Iterable[Callable[[], Any]]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from connector.transfer.base import EngineDescription
     from connector.transfer.config import KVTransferConfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 class _Group:

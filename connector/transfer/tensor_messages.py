@@ -32,7 +32,7 @@ from kvstore import DeadlineError, PeerError, PutResult, PutStatus, UsageError
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 _T = TypeVar("_T")
 _Values = dict[str, "torch.Tensor | bytes"]

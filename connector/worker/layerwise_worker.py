@@ -20,7 +20,7 @@ from kvstore import AnyReservation, KVStoreError, MissReason, Tier
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 class LayerwiseWorker(WorkerCore):

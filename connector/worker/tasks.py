@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from connector.limits import RESULTS_MAX, SHUTDOWN_TIMEOUT_S, TASKS_MAX
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 R = TypeVar("R")
 IDLE_EVERY_S = 1.0

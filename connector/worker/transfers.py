@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from connector.layout.shard_reads import GroupReads
     from connector.metrics import Counts
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 Views = list[tuple[BlockView, HeadPart]]
 """All shards that one store block is copied from, and the heads that each has for us."""

@@ -38,7 +38,7 @@ from kvstore import (
     vram_for_saves,
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 class VramView:

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from connector.scheduler.lazy_store import LazyStore
     from connector.stats import CountStats
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 
 class WorkerCore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -29,6 +30,9 @@ EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error is one line on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a key of letters that this locale does not have
+            stream.reconfigure(errors="backslashreplace")
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)

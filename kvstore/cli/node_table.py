@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, size_bytes
+from kvstore.cli.output import human_bytes
 from kvstore.config_file import ConfigFile
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
+from kvstore.limits import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN
 from kvstore.rundir import RUN_DIR_ENV
 from kvstore.settings.reader import NumberRange, allowed_in, check_settings, read_settings
 from kvstore.system import numa
+from kvstore.transport.stream.address import parse_advertise
 
 VARIABLES = {"url": URL_VARIABLE, "run_dir": RUN_DIR_ENV}
 """Which variable wins over which name of the table."""
@@ -49,7 +52,8 @@ class NodeTable:
     listen: str = ""
     """HOST:PORT to serve other hosts at, or :PORT at every address; empty: not at all."""
     advertise: str = ""
-    """The name or address by which they reach it; empty: that of `listen`, else this host's."""
+    """The name or address by which they reach it, with a port where that is another (HOST:PORT);
+    empty: that of `listen`, else this host's."""
     open: bool = False
     """Serve without a secret whoever can connect."""
     nixl: Literal["", "read-only", "writable"] = ""
@@ -73,6 +77,11 @@ class NodeTable:
         check_settings(self, inside="node.")
         numa.check_setting("node.numa", self.numa)
         self.size_in_bytes, self.vram_in_bytes  # noqa: B018  # refuse what is no size
+        if self.advertise:
+            parse_advertise(self.advertise)
+            if not self.listen:
+                must = "is for a node that serves other hosts: say where with listen"
+                raise UsageError("node.advertise", self.advertise, must)
         if not self.vram:
             if self.fabric:
                 raise UsageError("node.fabric", True, "is for a node with `vram`")
@@ -96,9 +105,14 @@ class NodeTable:
 
 def _bytes_of(field: str, size: str) -> int | None:
     try:
-        return size_bytes(size) if size else None
+        asked = size_bytes(size) if size else None
     except argparse.ArgumentTypeError as e:
         raise UsageError(f"node.{field}", size, f"must be a size: {e}") from e
+    if asked is not None and not SEGMENT_BYTES_MIN <= asked <= SEGMENT_BYTES_MAX:
+        least, most = human_bytes(SEGMENT_BYTES_MIN), human_bytes(SEGMENT_BYTES_MAX)
+        must = f"is {asked} bytes: must be {least} to {most}, with a unit such as 1GiB"
+        raise UsageError(f"node.{field}", size, must)
+    return asked
 
 
 def node_table(file: ConfigFile, options: argparse.Namespace | None = None) -> NodeTable:

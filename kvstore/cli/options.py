@@ -16,6 +16,7 @@ from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import MOVABLE
 from kvstore.settings.toml_file import CONFIG, read_toml
+from kvstore.system.last_resort import FORMAT
 
 KEY_PREFIX_DEFAULT = "kv:default"
 NAMESPACE_DEFAULT = "default"
@@ -75,7 +76,7 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 def start_logging(args: argparse.Namespace) -> None:
     """Log to standard error; a command's own output stays alone on standard output."""
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=level, format=FORMAT)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 

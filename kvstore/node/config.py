@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvstore.core.memory.eviction import POLICIES
 from kvstore.errors import UsageError
-from kvstore.limits import SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX, Limits
+from kvstore.limits import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, Limits
 from kvstore.nodedir import Announcement
 from kvstore.protocol.block_events import endpoints_of
 from kvstore.segment.abandoned import segment_base
@@ -61,11 +61,9 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UsageError("policy", self.policy, f"must be one of {sorted(POLICIES)}")
-        most = SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
-        if not SEGMENT_BYTES_MIN <= self.size_bytes <= most:
-            raise UsageError(
-                "size_bytes", self.size_bytes, f"must be {SEGMENT_BYTES_MIN} to {most}"
-            )
+        if not SEGMENT_BYTES_MIN <= self.size_bytes <= SEGMENT_BYTES_MAX:
+            must = f"must be {SEGMENT_BYTES_MIN} to {SEGMENT_BYTES_MAX}"
+            raise UsageError("size_bytes", self.size_bytes, must)
 
         if self.listen is not None and self.security.secret is None and not self.open_to_all:
             raise UsageError(

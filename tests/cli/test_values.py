@@ -285,3 +285,12 @@ def test_a_stream_that_is_full_or_closed_is_told_in_one_line(
     assert done.returncode in (1, 2)
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith(f"kvstore: {said}")
+
+
+def test_ls_shows_every_key_in_a_locale_that_lacks_its_letters(store: Place) -> None:
+    with Client(run_dir=store.run_dir, namespace="letters") as client:
+        assert client.put("gr\u00fc\u00dfe \u4f60", b"x")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ran = store.kv("ls", "--namespace", "letters", env=ascii_only)
+    assert ran.returncode == 0, ran.stderr
+    assert b"gr\\xfc\\xdfe \\u4f60" in ran.stdout

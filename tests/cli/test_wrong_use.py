@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import subprocess
 
 import pytest
 from places import Place  # noqa: TC002  # as in every other test
@@ -8,6 +11,7 @@ from places import Place  # noqa: TC002  # as in every other test
 from kvstore.cli import main
 from kvstore.cli.options import size_bytes
 from kvstore.cli.output import human_bytes, table
+from kvstore.index.embedded_redis.server import find_server
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,10 @@ def test_a_wrong_argument_is_named(
 @pytest.mark.parametrize(
     ("args", "field"),
     [
-        (["node", "--size", "1KiB"], "size_bytes=1024"),
+        (["node", "--size", "1KiB"], "node.size='1024': is 1024 bytes: must be 64 KiB to "),
+        (["node", "--size", "12"], "node.size='12': is 12 bytes: must be 64 KiB to "),
+        (["node", "--listen", "7777"], "listen='7777': must be HOST:PORT, [V6]:PORT or :PORT"),
+        (["node", "--advertise", "a"], "node.advertise='a': is for a node that serves other hosts"),
         (["node", "--vram", "1GiB", "--size", "1GiB"], "node.size='1073741824'"),
         (["node", "--name", "../x", "--url", "redis://127.0.0.1:1"], "name='../x'"),
         (["node", "--url", "http://x"], "url='http://x'"),
@@ -64,8 +71,8 @@ def test_a_wrong_argument_is_named(
         (["up", "--nodes", "65"], "nodes=65"),
         (["put", "k", "/dev/null", "--url", "redis://x:0"], "url='redis://x:0'"),
         (["get", "", "--url", "redis://127.0.0.1:1"], "Redis at 127.0.0.1:1"),
-        (["stat", "--url", "nothing"], "url='(no scheme)'"),
-        (["ls", "--url", "nothing"], "url='(no scheme)'"),
+        (["stat", "--url", "nothing"], "url='nothing'"),
+        (["ls", "--url", "p4ss@x"], "url='(no scheme)'"),
     ],
 )
 def test_a_wrong_value_is_one_line_on_standard_error(
@@ -105,3 +112,12 @@ def test_stat_without_redis_still_tells_of_local_nodes(place: Place) -> None:
     assert ran.returncode == 1
     assert b"not in the index" in ran.stdout
     assert ran.stderr.startswith(b"kvstore: Redis at 127.0.0.1:1: ")
+
+
+def test_stat_says_the_servers_own_name_and_version(store: Place) -> None:
+    server = find_server()
+    printed = subprocess.run([server.path, "--version"], capture_output=True, text=True, check=True)
+    name, version = re.search(r"(Redis|Valkey) server v=([\d.]+)", printed.stdout).groups()
+    assert store.kv("stat").stdout.decode().endswith(f"{name} {version}\n")
+    found = json.loads(store.kv("stat", "--json").stdout)
+    assert found["index"]["version"] == f"{name} {version}"

@@ -48,7 +48,7 @@ from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import Results, TaskThreads
 from kvstore import PeerError, PutStatus, UsageError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 CAPACITY_GB_MAX = 1 << 20
 

@@ -47,7 +47,7 @@ from kvstore import BlockRef, PeerError, PutStatus, in_batches
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.connector import ConnectorContext
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 T = TypeVar("T")
 PLUGIN = "kvstore"

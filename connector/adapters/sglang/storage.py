@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from kvstore import Key, Namespace
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 SAMPLES_MAX = 1024
 """Transfers whose figures wait for `get_stats`; beyond it the oldest are dropped."""

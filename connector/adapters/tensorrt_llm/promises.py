@@ -22,7 +22,7 @@ from connector.scheduler.prefetching import PrefetchBlock, bring
 from connector.work_thread import WorkThread
 from kvstore import BlockRef, BlockStore, Key, KVStoreError, Tier, in_batches
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 PIN_BATCH_KEYS = 1024
 """Blocks that are pinned in one request."""

@@ -24,7 +24,7 @@ from connector.adapters.tensorrt_llm.worker import shared
 from connector.layout.block_hashes import extend
 from kvstore import BlockRef, UsageError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 HELD_STEPS = 3
 """After so many more steps every rank has loaded what it was told: the forward of the step needs

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvstore import BlockSession
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 STAGED_BLOCKS = 16
 """Engine blocks on a device that are copied through host memory at a time."""

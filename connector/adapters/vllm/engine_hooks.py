@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from connector.messages import WorkerReport
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 LEAVES_WEIGHTS_ALONE = frozenset(
     {

@@ -36,7 +36,7 @@ from connector.limits import (
 )
 from kvstore import DeviceRange, PoolMapping
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 Place = tuple[int, int, int]
 """Node, epoch, size: mappings that share it are the same memory."""

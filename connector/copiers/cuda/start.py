@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from connector.layout.geometry import KVGeometry
     from kvstore import PoolMapping
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 Group = tuple[Sequence["torch.Tensor"], "KVGeometry", int]
 """Layer tensors, their geometry, tokens of a store block."""

@@ -8,6 +8,7 @@ import re
 import resource
 import stat
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -79,6 +80,12 @@ def shared_memory(context: Context) -> list[Finding]:
         fs = os.statvfs(SHM_DIR)
     except OSError as e:
         return [Finding(Level.FAIL, f"{SHM_DIR}: {e.strerror}", "mount a tmpfs there")]
+    try:
+        with tempfile.NamedTemporaryFile(dir=SHM_DIR, prefix="kvstore-doctor-") as file:
+            os.posix_fallocate(file.fileno(), 0, resource.getpagesize())
+    except OSError as e:
+        do = "give this user the right to write there (mode 1777), or remount it writable"
+        return [Finding(Level.FAIL, f"{SHM_DIR} cannot be written to: {e.strerror}", do)]
     size_bytes, free_bytes = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
     found = f"{SHM_DIR}: {human_bytes(free_bytes)} free of {human_bytes(size_bytes)}"
     room_bytes = max(free_bytes - SHM_RESERVE_BYTES, 0)

@@ -150,7 +150,11 @@ def add_stream(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="serve other hosts here; without HOST at every address",
     )
-    group.add_argument("--advertise", metavar="HOST", help="the name or address they reach it by")
+    group.add_argument(
+        "--advertise",
+        metavar="HOST[:PORT]",
+        help="the name or address they reach it by, and the port where that is another",
+    )
     group.add_argument(
         "--open",
         action="store_true",

@@ -151,13 +151,19 @@ def _counters(servers: list[dict[str, str]]) -> Shown:
 
     return {
         "servers": len(servers),
-        "version": servers[0].get("redis_version", "?") if servers else "?",
+        "version": _version(servers[0]) if servers else "?",
         "lookup_hits": summed("keyspace_hits"),
         "lookup_misses": summed("keyspace_misses"),
         "used_memory_bytes": summed("used_memory"),
         "maxmemory_bytes": summed("maxmemory"),
         "evicted_keys": summed("evicted_keys"),
     }
+
+
+def _version(server: Mapping[str, str]) -> str:
+    """Valkey calls itself a Redis of the version that it began from, beside its own."""
+    own = server.get("valkey_version")
+    return f"Valkey {own}" if own else f"Redis {server.get('redis_version', '?')}"
 
 
 def _text(found: Shown) -> str:
@@ -179,9 +185,9 @@ def _text(found: Shown) -> str:
         memory = human_bytes(index["used_memory_bytes"])
         limit = human_bytes(index["maxmemory_bytes"]) if index["maxmemory_bytes"] else "no limit"
         lines += [
-            f"key lookups {hits} hits, {misses} misses: of all its users, heartbeats too",
+            f"key lookups {hits} hits, {misses} misses: for all clients, including heartbeats",
             f"its memory  {memory} of {limit}, {index['evicted_keys']} keys evicted, "
-            f"version {index['version']}",
+            f"{index['version']}",
         ]
     return "\n".join(lines)
 

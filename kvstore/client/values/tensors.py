@@ -118,9 +118,8 @@ def as_bytes(field: str, value: Value) -> memoryview:
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError) as e:
-        raise UsageError(
-            field, type(value).__name__, "must be a buffer, a numpy array or a torch tensor"
-        ) from e
+        must = "must be a buffer, a numpy array or a torch tensor"
+        raise UsageError(field, value, must, typed=True) from e
     if view.nbytes == 0:
         return memoryview(b"")
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())

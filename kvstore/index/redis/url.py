@@ -53,6 +53,8 @@ _OPTIONS = _TLS_TEXT | {
     "sentinel_username",
     "sentinel_password",
 }
+_BARE = re.compile(r"[A-Za-z0-9_.-]+(:\d{1,5})?(/\d{1,3})?")
+"""A host that was named without a scheme: nothing in it can be a password."""
 _FALSE = {"0", "f", "false", "n", "no"}
 
 Host = tuple[str, int]
@@ -87,6 +89,8 @@ class Target:
 def redacted(url: str) -> str:
     """The scheme and hosts of `url`; less where it is unclear what is a password."""
     scheme, mark, rest = url.partition("://")
+    if not mark and _BARE.fullmatch(url):
+        return url
     if not mark or not scheme.replace("+", "").isalnum():
         return "(no scheme)"
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
@@ -105,7 +109,7 @@ def parse_url(url: str) -> Target:
     except ValueError:  # its text may quote the password
         raise _wrong(url, "cannot be read as a URL") from None
     if parts.scheme not in _SCHEMES:
-        raise _wrong(url, f"its scheme must be one of {', '.join(_SCHEMES)}")
+        raise _wrong(url, f"its scheme must be one of {', '.join(_SCHEMES)}{_meant(url)}")
     for name in options:
         if name not in _OPTIONS:
             # With an @ behind the ?, this may be the rest of a password that is not encoded.
@@ -113,6 +117,17 @@ def parse_url(url: str) -> Target:
             known = ", ".join(sorted(_OPTIONS))
             raise _wrong(url, f"unknown option{shown}; known are {known}")
     return _target(url, parts, options)
+
+
+def _meant(url: str) -> str:
+    """Return what may have been mistyped in `url`; empty where nothing is near."""
+    import difflib  # 5 ms, which only a wrong URL costs
+
+    if _BARE.fullmatch(url):
+        return f"; did you mean redis://{url}?"
+    scheme, _, rest = redacted(url).partition("://")
+    near = difflib.get_close_matches(scheme, _SCHEMES, 1)
+    return f"; did you mean {near[0]}://{rest}?" if near else ""
 
 
 def _target(url: str, parts: SplitResult, options: dict[str, str]) -> Target:

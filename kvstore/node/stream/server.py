@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import select
 import socket
@@ -41,7 +42,7 @@ from kvstore.transport.nixl.child import INSTALL
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.nixl.transport import agent_prefix
-from kvstore.transport.stream.address import WILDCARDS, Address, own_address
+from kvstore.transport.stream.address import WILDCARDS, Address, own_address, parse_advertise
 from kvstore.transport.stream.channel import Channel, hang_up
 from kvstore.transport.stream.transport import NAME as STREAM
 
@@ -104,12 +105,16 @@ class StreamServer:
         try:
             self._listener = listen(host, port)
         except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
-            raise UsageError("listen", f"{host}:{port}", f"cannot be used: {e}") from e
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            why = os.strerror(e.errno) if isinstance(e, OSError) and e.errno else str(e)
+            raise UsageError("listen", where, f"cannot be used: {why}") from e
         self._listener.settimeout(ACCEPT_POLL_S)
         v6 = self._listener.family == socket.AF_INET6
-        shown = config.advertise or (own_address(v6=v6) if host in WILDCARDS else host)
+        shown, at = own_address(v6=v6) if host in WILDCARDS else host, None
+        if config.advertise:
+            shown, at = parse_advertise(config.advertise)
         scheme = "tcp" if self._tls is None else "tls"
-        self.address = Address(scheme, shown, self._listener.getsockname()[1])
+        self.address = Address(scheme, shown, at or self._listener.getsockname()[1])
         self.transports = {STREAM: str(self.address)}
         """What the node announces."""
 

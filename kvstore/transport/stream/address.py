@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import socket
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -11,6 +13,13 @@ from kvstore.errors import UsageError
 WILDCARDS = ("", "0.0.0.0", "::")
 _ANYWHERE = (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")
 """Documentation addresses: nothing is sent there, only the way towards them is looked up."""
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
+_ADVERTISED = re.compile(
+    r"\[(?P<v6>[^][]*:[^][]*)](:(?P<port_v6>\d{1,5}))?"
+    r"|(?P<host>[^][:]+|[^][:]*:[^][]*:[^][]*)(:(?P<port>\d{1,5}))?",
+    re.ASCII,
+)
+_LISTEN_MUST = "must be HOST:PORT, [V6]:PORT or :PORT, with port 0 for a free one"
 
 
 class Address(NamedTuple):
@@ -43,8 +52,29 @@ def parse_listen(text: str, field: str = "listen") -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(field, text, "must be HOST:PORT, with port 0 for a free one")
+        raise UsageError(field, text, _LISTEN_MUST)
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def parse_advertise(text: str) -> tuple[str, int | None]:
+    """Return (host, port) of `HOST`, `HOST:PORT`, `V6` or `[V6]:PORT`; the port is None where none
+    is named.
+
+    Raises `UsageError` for what no other host could connect to.
+    """
+    found = _ADVERTISED.fullmatch(text)
+    host = (found["v6"] or found["host"]) if found else ""
+    port = int(found["port_v6"] or found["port"] or 0) if found else 0
+    try:
+        reachable = not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        # The last part of a name is no number: else it is an address that was mistyped.
+        reachable = bool(_NAME.fullmatch(host)) and not host.rpartition(".")[2].isdecimal()
+    named = bool(found and (found["port_v6"] or found["port"]))
+    if not reachable or (named and not 0 < port <= 65535):
+        must = "must be HOST, HOST:PORT or [V6]:PORT, as other hosts reach this node"
+        raise UsageError("advertise", text, must)
+    return host, port or None
 
 
 def own_address(*, v6: bool = False) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -91,6 +93,22 @@ def test_no_error_shows_the_password(url: str) -> None:
     assert "hunter2" not in str(raised.value)
     assert "ter2" not in str(raised.value)
     assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("localhost:6379", "redis://localhost:6379"),
+        ("cache.example.org", "redis://cache.example.org"),
+        ("reddis://h:1", "redis://h:1"),
+        ("redis+clutser://h:1", "redis+cluster://h:1"),
+    ],
+)
+def test_what_was_mistyped_is_named_with_what_was_meant(url: str, meant: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"^url='{re.escape(url)}'.*did you mean {re.escape(meant)}"
+    ):
+        parse_url(url)
 
 
 @given(st.text(alphabet="aZ0/?#@:%&=[],", max_size=30))

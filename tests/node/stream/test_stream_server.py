@@ -19,6 +19,7 @@ from kvstore.node.stream import server, service, unproven
 from kvstore.protocol import stream_handshake as sh
 from kvstore.protocol.stream import SaveOffer, pack_put
 from kvstore.transport.base import Read
+from kvstore.transport.stream.address import parse
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.transport import StreamTransport
 
@@ -163,6 +164,27 @@ def test_a_node_is_reached_at_the_address_that_it_announces(tmp_path, host):
     try:
         outcome = read_by(place, place.transport, place.save(b"1" * 1000))
         assert outcome.read is Read.HIT, outcome.reason
+    finally:
+        place.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "[::1]:{}"])
+def test_another_port_is_announced_where_one_is_advertised(tmp_path, address):
+    """Behind a port that is mapped, as containers have it."""
+    if "[" in address and not ipv6():
+        pytest.skip("no IPv6 on this machine")
+    with socket.create_server(("127.0.0.1", 0)) as mapped:
+        port = mapped.getsockname()[1]
+    place = Place(
+        tmp_path,
+        lambda place: StreamTransport(SECURITY),
+        listen=("", 0),
+        advertise=address.format(port),
+    )
+    try:
+        announced = place.word.transports["stream"]
+        assert announced == f"tcp://{address.format(port)}"
+        assert str(parse(announced)) == announced
     finally:
         place.close()
 
