@@ -77,10 +77,15 @@ def _refused() -> Iterator[Finding]:
 def _certificates() -> StreamSecurity:
     """Return those of this environment, whatever its secret is."""
     files = read_config().security()
-    named = {"tls_ca": TLS_CA, "tls_cert": TLS_CERT, "tls_key": TLS_KEY}
-    given = {field: os.environ.get(variable) for field, variable in named.items()}
+
+    def named(variable: str, listed: Path | None) -> Path | None:
+        path = os.environ.get(variable)
+        return Path(path) if path else listed
+
     return StreamSecurity(
-        **{field: Path(path) if path else getattr(files, field) for field, path in given.items()}
+        tls_ca=named(TLS_CA, files.tls_ca),
+        tls_cert=named(TLS_CERT, files.tls_cert),
+        tls_key=named(TLS_KEY, files.tls_key),
     )
 
 
