@@ -6,6 +6,7 @@ Also the real Redis processes that several folders share (support/processes/redi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -24,6 +25,12 @@ from kvstore import Client
 settings.register_profile("commit", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("night", deadline=None, print_blob=True)
 settings.load_profile("commit")
+
+
+# A lane of scripts/test is a background process, in which the shell has SIGINT ignored: tests of
+# Ctrl-C, and the processes that they start, are to have it as in a terminal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _missing() -> dict[str, str]:

@@ -178,3 +178,10 @@ def test_a_method_that_grows_is_found() -> None:
     assert wrong(functions({"a.py": text}), FUNCTION_LINES_MAX, {}, re.compile("x^")) == [
         "a.py: f: 71, and 70 are allowed"
     ]
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their base names: it would stop at the second of them, and with it
+    `scripts/test -k NAME`."""
+    names = Counter(PurePosixPath(name).name for name in tracked(ROOT, "tests"))
+    assert [name for name, count in names.items() if count > 1 and name.startswith("test_")] == []

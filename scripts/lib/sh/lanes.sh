@@ -5,7 +5,28 @@ ALONE_MAX=5 # tests of a part that may run once more alone: more than that is no
 
 logs=$(mktemp -d)
 declare -A lanes
-trap 'for lane in "${lanes[@]}"; do pkill -P $lane || true; kill $lane || true; done 2>/dev/null; rm -rf "$logs"' EXIT
+# A signal ends a script that waits for a lane at once, and with it all that it has started.
+trap 'exit 143' TERM
+trap 'exit 130' INT
+trap end_lanes EXIT
+
+# PROCESS: the processes that it has started, each before those that it has: a lane that outlived
+# its test would begin the next.
+started() {
+    local child
+    for child in $(pgrep -P "$1" || true); do
+        echo "$child"
+        started "$child"
+    done
+}
+
+end_lanes() {
+    local process
+    for process in $(started $$); do
+        kill "$process" 2>/dev/null || true
+    done
+    rm -rf "$logs"
+}
 
 step() {
     printf -- '-- %s\n' "${*//"$bin/"/}"
@@ -15,6 +36,12 @@ step() {
 # MARK: the files of tests that have it. Others need not be imported to find them.
 marked() {
     grep -rl --include='test_*.py' "mark\.$1" tests | sort
+}
+
+# COMMAND...: run it, with what it prints shown as it comes. A signal does not wait for its end.
+shown() {
+    "$@" &
+    wait $!
 }
 
 # NAME ARGS...: pytest, which notes under NAME with what it ran and what failed. Ends after
