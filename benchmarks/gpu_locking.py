@@ -11,6 +11,7 @@ import contextlib
 import json
 import mmap
 import multiprocessing
+import os
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -58,11 +59,8 @@ def shared_memory(size_bytes: int) -> Iterator[memoryview]:
     check_free(path.parent, size_bytes)  # else a signal ends the process
     with path.open("w+b") as file:
         path.unlink()
-        file.truncate(size_bytes)
-        mapped = mmap.mmap(file.fileno(), size_bytes)
-        for start in range(0, size_bytes, mmap.PAGESIZE):
-            mapped[start] = 0
-        yield memoryview(mapped)
+        os.posix_fallocate(file.fileno(), 0, size_bytes)  # every page is there
+        yield memoryview(mmap.mmap(file.fileno(), size_bytes))
 
 
 def locked(cuda: Any, memory: memoryview, part_bytes: int, patience_s: float) -> tuple[int, float]:

@@ -8,7 +8,7 @@ module is said in kvstore/limits.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvstore import LimitTable, NumberRange
 
@@ -84,6 +84,12 @@ DEVICE_PAGES_MAX: Count = 1 << 14
 DEVICE_BLOCKS_MAX: Count = 32
 """Thread blocks that copy at a time, so that the engine has the rest of the device: enough to
 outrun the bus by far."""
+DEVICE_STREAM_PRIORITY: Literal["highest", "lowest"] = "highest"
+"""Of the streams that copy, among all of the process: with the highest their few thread blocks do
+not wait behind the many of a forward, with the lowest the forward goes first."""
+COPY_STUCK_S: Seconds = 10.0
+"""A copy between engine and store that is under way for longer is logged and counted. It cannot be
+called back."""
 POOL_LOOK_EVERY_S: Seconds = 1.0
 """How often a worker looks for memory of the store that is to be page-locked, or is gone."""
 PAGE_LOCK_BYTES_MAX: Annotated[int, NumberRange(0)] = 64 << 30

@@ -115,6 +115,11 @@ DROPPED_SAVES = Metric(
     "reason",
     (*_ENDED_BY, MissReason.NODE_DEAD, ABORTED),
 )
+# Counted by each worker, once for each load or save that is in such a copy.
+STUCK_LOADS = Metric("kvstore_stuck_loads", "Loads whose copy was under way for COPY_STUCK_S")
+STUCK_SAVES = Metric(
+    "kvstore_stuck_saves", "Saves whose copy or commit was under way for COPY_STUCK_S"
+)
 READ_BYTES = Metric(
     "kvstore_read_bytes",
     "Bytes of store blocks read by the worker: shm, cuda_ipc, cuda_fabric, nixl, nixl_vram, stream",

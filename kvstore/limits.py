@@ -21,7 +21,7 @@ Connectors have theirs in connector/limits.py, the router in its own modules.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvstore.settings.limit_table import LimitTable
 from kvstore.settings.reader import NumberRange, check_settings
@@ -125,6 +125,15 @@ CUDA_IPC_WINDOW_BYTES: Count = 256 << 20
 CUDA_IPC_DRAIN_S: Seconds = 10.0
 """How long copies that were queued before a deadline may take beyond it: a device that is
 slower than this hangs, and what they write to can neither be used nor given back."""
+CUDA_BATCH_COPIES_MAX: Annotated[int, NumberRange(1, 1024)] = 1024
+"""Copies that one call of the CUDA driver queues (cuMemcpyBatchAsync). With 1 each copy is a call
+of its own, for a driver whose call for many hangs or faults."""
+CUDA_BATCH_SOURCE_ORDER: Literal["stream", "any"] = "stream"
+"""When such a call reads sources that were complete before it, as those of loads are: in their turn
+on the stream, or at any time (CU_MEMCPY_SRC_ACCESS_ORDER_ANY)."""
+CUDA_BATCH_OVERLAP: bool = False
+"""Whether such a call prefers to overlap with computing, perhaps at the cost of speed
+(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)."""
 DEMOTE_BLOCKS_MAX: Annotated[int, NumberRange(1, BATCH_KEYS_MAX)] = 64
 """Blocks that leave VRAM for host memory at a time."""
 DEMOTE_BYTES_MAX: Count = 64 << 20

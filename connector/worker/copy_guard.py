@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from connector.limits import COPY_STUCK_S
 from kvstore import InternalError
 
 
@@ -20,6 +22,9 @@ class CopyGuard:
         # It knows whose it is, so that a handler of signals can raise at any moment.
         self._lock = threading.RLock()
         self._ended = False
+        self._began: float | None = None
+        """When the copy that is under way began (`time.monotonic`)."""
+        self._said = False
 
     @property
     def ended(self) -> bool:
@@ -30,10 +35,22 @@ class CopyGuard:
         """Hold off `try_end` in here; False when the transfer has ended."""
         try:
             self._lock.acquire()
+            self._began, self._said = time.monotonic(), False
             yield not self._ended
         finally:
+            self._began = None
             with suppress(RuntimeError):  # it was never got
                 self._lock.release()
+
+    def stuck_s(self) -> float:
+        """Return for how many seconds a copy has been under way, once for each copy and only when
+        that is more than `COPY_STUCK_S`; 0 otherwise. Never waits."""
+        began = self._began
+        took_s = 0.0 if began is None else time.monotonic() - began
+        if took_s <= COPY_STUCK_S or self._said:
+            return 0.0
+        self._said = True
+        return took_s
 
     def try_end(self) -> bool:
         """End the transfer unless a copy is running right now; never waits."""

@@ -229,6 +229,19 @@ def report_save(task: Save, report: WorkerReport, groups: Sequence[GroupReads]) 
     )
 
 
+def report_stuck(task: Transfer, took_s: float, counts: Counts) -> None:
+    """Log and count a transfer with a copy that has been under way for `took_s`."""
+    is_load = isinstance(task, Load)
+    counts.add(metrics.STUCK_LOADS if is_load else metrics.STUCK_SAVES)
+    log.error(
+        "a copy of a %s has been under way for %.1f s and cannot be ended; its blocks stay in use. "
+        "Where a CUDA driver hangs in its call for many copies, cuda_batch_copies_max = 1 in "
+        "[limits] makes each a call of its own, from the engine's next start on",
+        "load" if is_load else "save",
+        took_s,
+    )
+
+
 def count(task: Transfer, counts: Counts, duration_s: float, groups: Sequence[GroupReads]) -> None:
     """Count a transfer that has ended after `duration_s`."""
     if isinstance(task, Save):

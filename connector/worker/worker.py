@@ -42,6 +42,7 @@ from connector.copiers.base import KVCopier, Ready
 from connector.copiers.registered import kv_memory
 from connector.layout.shard_reads import GroupReads, alike, found_in, windows
 from connector.limits import (
+    COPY_STUCK_S,
     LOAD_JOBS_MAX,
     LOAD_STAGING_BYTES,
     SAVE_BATCH_BLOCKS,
@@ -120,7 +121,7 @@ class WorkerCore:
         self._done: list[Transfer] = []
         self._loading: WorkThread[Any] = WorkThread("kvstore-load", self._load, LOAD_JOBS_MAX)
         self._saving: WorkThread[Any] = WorkThread("kvstore-save", self._save, SAVE_JOBS_MAX)
-        self._closing = False
+        self._closing = threading.Event()
         self._counts = Counts()
         self._dropped = 0
         self._said_at = float("-inf")
@@ -146,6 +147,18 @@ class WorkerCore:
             partial(self._store.warm_up, self._layout.groups[0].namespaces[0], connect=True)
         )
         self._saving.start()
+        watch = threading.Thread(target=self._watch, name="kvstore-watch", daemon=True)
+        watch.start()
+
+    def _watch(self) -> None:
+        """Report copies that are stuck, from a thread that never calls a driver: one that hangs may
+        hold up the engine's thread, too."""
+        while not self._closing.wait(COPY_STUCK_S / 4):
+            with self._lock:
+                active = list(self._active)
+            for task in active:
+                if took_s := task.guard.stuck_s():
+                    transfers.report_stuck(task, took_s, self._counts)
 
     def _mappings(self) -> Sequence[PoolMapping]:
         """Return memory that payloads are copied from and to: the store's, and where they arrive
@@ -279,9 +292,9 @@ class WorkerCore:
 
     def close(self) -> None:
         """Stop both threads and close the store; waits at most `SHUTDOWN_TIMEOUT_S`."""
-        if self._closing:
+        if self._closing.is_set():
             return
-        self._closing = True
+        self._closing.set()
         deadline = self._clock() + SHUTDOWN_TIMEOUT_S
         with self._lock:
             tasks = list(self._active)

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 SHARED_NAME_BYTES = 16
 FABRIC_HANDLE_BYTES = 64
-POLLS_BEFORE_SLEEP = 50
-POLL_PAUSE_S = 50e-6
+POLL_SPIN_S = 1e-3
+"""A wait polls without a pause for so long: a copy of a GiB within a device takes less."""
+POLL_PAUSE_SHARE = 1 / 32
+"""A later pause, as a share of the wait so far; a system's sleep is about 0.06 ms longer."""
 POLL_PAUSE_MAX_S = 1e-3
 
 Copy = tuple[int, int, int]
@@ -73,6 +75,11 @@ class Stream(Protocol):
     def copy(self, batch: Sequence[Copy]) -> None:
         """Queue copies, to be carried out in order. Raises `DeviceError`: then some of the batch
         may be queued."""
+        ...
+
+    def copy_apart(self, batch: Sequence[Copy]) -> None:
+        """Queue copies as `copy` does, but in any order, which takes fewer calls: none of them may
+        touch what another one writes."""
         ...
 
     def record(self) -> CudaEvent:
@@ -170,19 +177,17 @@ class CudaDevice(Protocol):
 def wait(event: CudaEvent, deadline: float) -> bool:
     """Whether `event` was done before `deadline` (seconds of `time.monotonic`).
 
-    The driver's own wait has no deadline (rule 8), hence polls: a few at once, then with
-    pauses that grow.
+    The driver's own wait has no deadline (rule 8), hence polls: at once for `POLL_SPIN_S`, then
+    with pauses that grow.
     """
-    pause_s = POLL_PAUSE_S
-    for _ in range(POLLS_BEFORE_SLEEP):
-        if event.done():
-            return True
-    while time.monotonic() < deadline:
-        time.sleep(pause_s)
-        if event.done():
-            return True
-        pause_s = min(pause_s * 2, POLL_PAUSE_MAX_S)
-    return event.done()
+    began = time.monotonic()
+    while not event.done():
+        now = time.monotonic()
+        if now >= deadline:
+            return event.done()
+        if now - began > POLL_SPIN_S:
+            time.sleep(min((now - began) * POLL_PAUSE_SHARE, POLL_PAUSE_MAX_S))
+    return True
 
 
 def address_of(memory: memoryview) -> int:

@@ -30,13 +30,16 @@ from kvstore.cuda.base import (
     Handle,
     Shared,
 )
-from kvstore.cuda.batch import COPIES_MAX, BatchCopies, batch_copies
+from kvstore.cuda.batch import BatchCopies, batch_copies
 from kvstore.cuda.versions import install_command, misfit, torch_cuda
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
+from kvstore.limits import CUDA_BATCH_COPIES_MAX
 
 log = logging.getLogger("kvstore.cuda")
 
 UUID_BYTES = 16
+BATCH_COPIES_MIN = 4
+"""Fewer copies of a stream are calls of their own."""
 
 _lock = threading.Lock()
 _devices: dict[int, BindingsDevice] = {}
@@ -132,8 +135,8 @@ class BindingsDevice:
 
     @cached_property
     def batch(self) -> BatchCopies | None:
-        """Queues many copies by one call, where the driver can."""
-        return batch_copies(self.driver)
+        """Queues many copies by one call, where driver and device can."""
+        return batch_copies(self.driver, self._number)
 
     def _device(self, ordinal: int) -> Handle:
         return self.call(self.driver.cuDeviceGet, ordinal)
@@ -396,20 +399,23 @@ class BindingsDevice:
             for to, source, size_bytes in batch:
                 self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def copy_many(self, copies: Sequence[Copy], stream: Handle) -> None:
+    def copy_many(self, copies: Sequence[Copy], stream: Handle, *, complete: bool = False) -> None:
         """Queue copies that may be carried out in any order; the thread is in the device's context.
-        Raises `DeviceError`: then some of them may be queued."""
-        for some in in_batches(copies, COPIES_MAX):
-            if len(some) == 1 or not self._copied_together(some, stream):
+        `complete` says that nothing writes to their sources any more.
+
+        Raises `DeviceError`: then some of them may be queued.
+        """
+        for some in in_batches(copies, CUDA_BATCH_COPIES_MAX):
+            if len(some) == 1 or not self._copied_together(some, stream, complete):
                 for to, source, size_bytes in some:
                     self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def _copied_together(self, copies: Sequence[Copy], stream: Handle) -> bool:
+    def _copied_together(self, copies: Sequence[Copy], stream: Handle, complete: bool) -> bool:
         """False when it has to be done one by one: then those that were queued come twice, with the
         same bytes."""
         if self.batch is None:
             return False
-        error = self.driver.CUresult(self.batch(copies, int(stream)))
+        error = self.driver.CUresult(self.batch(copies, int(stream), complete=complete))
         if int(error) == 0:
             return True
         results = self.driver.CUresult
@@ -464,6 +470,15 @@ class BindingsStream:
         with self._lock:
             self._check()
             self._device.queue(batch, self._handle)
+
+    def copy_apart(self, batch: Sequence[Copy]) -> None:
+        if len(batch) < BATCH_COPIES_MIN:
+            self.copy(batch)
+            return
+        with self._lock:
+            self._check()
+            with self._device.current():
+                self._device.copy_many(batch, self._handle)
 
     def record(self) -> BindingsEvent:
         with self._lock:

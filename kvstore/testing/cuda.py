@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import queue
+import random
 import secrets
 import threading
 import time
@@ -304,6 +305,9 @@ class ModelStream:
                     queued.append(copy)
             finally:  # what comes before a copy that is refused is carried out
                 self._work.put(lambda: self._carry_out(queued, memory))
+
+    def copy_apart(self, batch: Sequence[Copy]) -> None:
+        self.copy(random.sample(batch, len(batch)))
 
     def _carry_out(self, batch: Sequence[Copy], memory: list[_Memory]) -> None:
         time.sleep(self._device.late_s)

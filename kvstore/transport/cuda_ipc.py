@@ -227,7 +227,7 @@ class _Batch:
         if not places:
             return
         try:
-            self._stream.copy(copies)
+            self._stream.copy_apart(copies)
         except DeviceError as e:
             self.given_up = str(e)
             places = []  # but some of them may be queued, and are waited for

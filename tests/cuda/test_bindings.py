@@ -179,6 +179,11 @@ def test_the_real_bindings_take_every_call_and_the_suites_of_a_device_pass(fake_
     )
 
 
+@pytest.mark.long
+def test_the_stand_in_for_a_driver_takes_and_refuses_what_drivers_do(fake_driver):
+    fake_driver.run(Path(__file__).with_name("on_fake_driver_answers.py"))
+
+
 @needs_nixl
 @pytest.mark.long
 def test_what_comes_through_nixl_goes_to_memory_of_the_real_bindings(fake_driver):

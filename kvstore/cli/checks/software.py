@@ -189,8 +189,13 @@ def _batches() -> list[Finding]:
     if well and said == "yes":
         return [Finding(Level.OK, "all copies of a batch are one call of the driver")]
     if well:
-        found = "the driver is older than CUDA 12.8: each copy is a call of its own"
-        return [Finding(Level.INFO, found, "a newer driver takes less of the engine's processor")]
+        found = (
+            "each copy is a call of its own: the driver is older than CUDA 12.8, the device cannot "
+            "use addresses of page-locked memory, or cuda_batch_copies_max in [limits] is 1"
+        )
+        return [
+            Finding(Level.INFO, found, "one call for many takes less of the engine's processor")
+        ]
     return []  # the bindings fail, of which is said enough
 
 

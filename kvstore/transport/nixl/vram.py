@@ -185,7 +185,7 @@ class VramWay:
             stream = self._begun()
             self.device.flush_rdma_writes()
             try:
-                stream.copy(copies)
+                stream.copy_apart(copies)
             finally:  # some may be queued
                 if not wait(stream.record(), time.monotonic() + CUDA_IPC_DRAIN_S):
                     with self._lock:

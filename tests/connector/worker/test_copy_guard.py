@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from connector.limits import COPY_STUCK_S
+from connector.worker import copy_guard
 from connector.worker.copy_guard import CopyGuard
 from kvstore import InternalError
 
@@ -95,3 +97,21 @@ def test_who_is_interrupted_when_it_gets_the_guard_does_not_keep_it(
     guard._lock = lock
     assert not guard.ended
     assert in_another_thread(guard.try_end)
+
+
+def test_a_copy_that_is_under_way_for_too_long_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(copy_guard.time, "monotonic", lambda: now[0])
+    guard = CopyGuard()
+    assert guard.stuck_s() == 0
+    for _ in range(2):  # each copy anew
+        with guard.copying():
+            now[0] += COPY_STUCK_S
+            assert guard.stuck_s() == 0
+            now[0] += 1
+            assert guard.stuck_s() == COPY_STUCK_S + 1
+            assert guard.stuck_s() == 0
+        now[0] += 2 * COPY_STUCK_S
+        assert guard.stuck_s() == 0, "nothing is under way"

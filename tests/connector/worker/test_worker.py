@@ -284,6 +284,37 @@ class TestLoadDeadline:
         worker.core.close()
 
 
+@pytest.mark.parametrize("saves", [True, False], ids=["save", "load"])
+def test_a_copy_that_hangs_is_logged_and_counted_although_the_engine_takes_no_step(
+    store: MemoryBlockStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    saves: bool,
+) -> None:
+    for module in ("connector.worker.worker", "connector.worker.copy_guard"):
+        monkeypatch.setattr(f"{module}.COPY_STUCK_S", 0.1)
+    worker = Worker(store)
+    if not saves:
+        save(worker, save_job(1))
+    hold = Hold()
+    (blocks,) = worker.core._blocks
+    way = "gather_many" if saves else "scatter_many"
+    monkeypatch.setattr(blocks, way, lambda *_: hold())
+    if saves:
+        worker.core.start_saves([save_job(1)])
+    else:
+        worker.core.start_loads([load_job(store, 1)])
+    hold.await_reached()
+    said = "a copy of a save" if saves else "a copy of a load"
+    wait_for(lambda: any(said in record.message for record in caplog.records), said)
+    hold.release()
+    stats = worker.core.take_stats()
+    assert stats is not None
+    counted = {name: n for name, n in stats.to_dict().items() if "stuck" in name}
+    assert counted == {"kvstore_stuck_saves" if saves else "kvstore_stuck_loads": 1}
+    worker.core.close()
+
+
 def test_close_ends_in_time_although_the_store_hangs(
     store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,19 @@
 // Stands in for libcuda.so.1 where there is no device: its memory is the host's, its kernels
 // are those of host_kernel.cpp, and streams go on in an order drawn by chance, when somebody asks
 // for an event. Knows only what is called, and refuses what a driver would: no context, a foreign
-// address, a handle of nothing.
+// address, a handle of nothing, memory that cannot be page-locked. After a fault on the device every
+// call fails. Where drivers differ, or no document says what they do, the environment decides:
+//
+//     FAKE_DRIVER_VERSION          12090 unless set
+//     FAKE_ATTRIBUTE               every attribute of the device without a variable of its own: 1
+//     FAKE_HOST_POINTERS           whether it takes addresses of page-locked memory as they are: 1
+//     FAKE_LOCKS_READ_ONLY         whether it page-locks read-only mappings (no card seen does): 0
+//     FAKE_LOCK_RESULT             what page-locking answers, whatever it is asked
+//     FAKE_REFUSES_BATCHES         set: no call for many copies is taken
+//     FAKE_UNLOCKED_BATCHES        one with memory that is not locked is taken ("stage", the
+//                                  default), refused ("refuse"), or faults ("fault")
+//     FAKE_UNLOCK_WAITS            0: unlocking waits for no copy, and one under way faults
+//     FAKE_NO_READ_ONLY, FAKE_FABRIC, FAKE_RDMA_*, FAKE_MOVES_NOTHING: see where they are read
 
 #include <dlfcn.h>
 
@@ -13,6 +25,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "host_kernel.cpp"
@@ -20,7 +33,7 @@
 using Result = int;
 static const Result kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101,
                     kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500,
-                    kNotReady = 600, kRegistered = 712, kNotRegistered = 713, kNotPermitted = 800,
+                    kNotReady = 600, kIllegalAddress = 700, kRegistered = 712, kNotRegistered = 713, kNotPermitted = 800,
                     kNotSupported = 801, kUnknown = 999;
 static const int kRelaxed = 2, kDevices = 2, kHighest = -5;
 static thread_local std::vector<void*> contexts;
@@ -40,7 +53,9 @@ struct Stream {
 static std::map<void*, Stream> streams;
 static std::map<void*, Reached> events;  // as it was recorded last; null: never
 static int batches, batched;  // calls of cuMemcpyBatchAsync, and their copies
+static int batch_order, batch_flags;
 static std::atomic<int> calls;  // that need a context
+static std::atomic<Result> fault;  // of the device: what every later call answers
 static std::atomic<int> flushes;  // of what RDMA wrote
 
 static unsigned drawn(unsigned below) {
@@ -86,6 +101,7 @@ struct Copy2D {  // CUDA_MEMCPY2D_v2
 // Every call that may end the capture of a CUDA graph, or needs a context.
 static Result checked() {
     ++calls;
+    if (fault) return fault;
     return contexts.empty() || capture_mode != kRelaxed ? kInvalidContext : 0;
 }
 static Result checked(void* stream) {
@@ -100,6 +116,11 @@ static void queue(void* stream, std::function<void()> run, Reached after = nullp
 // Copies and kernels; where FAKE_MOVES_NOTHING is set, what calls cost is all that is left.
 static void move(void* stream, std::function<void()> run) {
     if (!std::getenv("FAKE_MOVES_NOTHING")) queue(stream, run);
+}
+
+static std::string variable(const char* name, const char* otherwise) {
+    const char* value = std::getenv(name);
+    return value ? value : otherwise;
 }
 
 #include "fake_driver_memory.h"
@@ -128,8 +149,11 @@ Result cuDeviceGetAttribute(int* has, int attribute, int) {
     }
     const char* wanted = std::getenv(attribute == 117   ? "FAKE_RDMA_FLUSH_OPTIONS"
                                      : attribute == 118 ? "FAKE_RDMA_WRITES_ORDERING"
+                                     : attribute == 113 ? "FAKE_LOCKS_READ_ONLY"
+                                     : attribute == 91  ? "FAKE_HOST_POINTERS"
                                                         : "FAKE_ATTRIBUTE");
-    *has = wanted ? std::atoi(wanted) : 1;
+    if (!wanted && attribute == 91) wanted = std::getenv("FAKE_ATTRIBUTE");
+    *has = wanted ? std::atoi(wanted) : attribute != 113;
     return 0;
 }
 Result cuDeviceCanAccessPeer(int* can, int, int) { *can = 0; return 0; }
@@ -230,11 +254,28 @@ Result cuEventSynchronize(void* event) {
     Reached reached = found->second;
     while (reached && !*reached)
         if (!step()) return kUnknown;  // it would wait for ever
-    return 0;
+    return fault;
 }
 Result cuEventDestroy(void* event) {
     std::lock_guard<std::mutex> held(lock);
     return events.erase(event) ? checked() : kInvalidHandle;
+}
+// Whether some of a range is page-locked; `whole` tells whether all of it was locked at once.
+static bool is_locked(const char* at, size_t bytes, bool* whole) {
+    for (const auto& [start, length] : registered)
+        if (start < at + bytes && at < start + length) {
+            *whole = start <= at && at + bytes <= start + length;
+            return true;
+        }
+    return false;
+}
+static void moved(char* to, const char* from, size_t bytes, char* locked) {
+    bool whole;
+    std::lock_guard<std::mutex> held(lock_of_registered);
+    if (locked && !is_locked(locked, 1, &whole))
+        fault = kIllegalAddress;  // it was unlocked meanwhile
+    else
+        std::memmove(to, from, bytes);
 }
 static Result copied(char* to, const char* from, size_t bytes) {
     std::lock_guard<std::mutex> held(lock);
@@ -244,7 +285,14 @@ static Result copied(char* to, const char* from, size_t bytes) {
 Result cuMemcpyAsync(char* to, const char* from, size_t bytes, void* stream) {
     if (Result bad = checked(stream)) return bad;
     if (Result bad = copied(to, from, bytes)) return bad;
-    move(stream, [=] { std::memmove(to, from, bytes); });
+    char* locked = nullptr;
+    {
+        std::lock_guard<std::mutex> held(lock_of_registered);
+        bool whole;
+        for (char* at : {to, const_cast<char*>(from)})
+            if (is_locked(at, bytes, &whole)) locked = at;
+    }
+    move(stream, [=] { moved(to, from, bytes, locked); });
     return 0;
 }
 Result cuMemcpyHtoDAsync(char* to, const void* from, size_t bytes, void* stream) {
@@ -263,34 +311,53 @@ Result cuMemcpy2DAsync(const Copy2D* given, void* stream) {
     return 0;
 }
 // As it was in 12.8. Its copies come in no order, and none goes over the border of what was
-// page-locked at once.
+// page-locked at once. With source order ANY (3) a source may be read now, in this call.
 Result cuMemcpyBatchAsync(char** to, char** from, size_t* bytes, size_t count,
                           const BatchAttributes* attributes, size_t* firsts, size_t kinds,
                           size_t* failed, void* stream) {
     if (Result bad = checked(stream)) return bad;
     *failed = ~size_t(0);
-    if (!count || kinds != 1 || firsts[0] || attributes->source_order != 1 || attributes->flags ||
+    int order = attributes->source_order;
+    if (!count || kinds != 1 || firsts[0] || order < 1 || order > 3 || attributes->flags > 1 ||
         std::getenv("FAKE_REFUSES_BATCHES"))
         return kInvalidValue;
+    std::string unlocked = variable("FAKE_UNLOCKED_BATCHES", "stage");
     std::vector<std::function<void()>> copies;
     for (size_t i = 0; i < count; ++i) {
-        char *target = to[i], *source = from[i];
+        char *target = to[i], *source = from[i], *locked = nullptr;
         size_t size = bytes[i];
         *failed = i;
         if (!size || copied(target, source, size)) return kInvalidValue;
+        {
+            std::lock_guard<std::mutex> held(lock_of_registered);
+            for (char* at : {target, source}) {
+                bool whole = true;
+                if (is_locked(at, size, &whole)) locked = at;
+                if (!whole) return kInvalidValue;
+            }
+        }
         std::lock_guard<std::mutex> held(lock);
-        for (const auto& [start, length] : registered)
-            for (char* at : {target, source})
-                if (start < at + size && at < start + length &&
-                    (at < start || at + size > start + length))
-                    return kInvalidValue;
-        copies.insert(copies.begin() + drawn(copies.size() + 1),
-                      [=] { std::memmove(target, source, size); });
+        bool host = !on_device(target, size) || !on_device(source, size);
+        if (host && !locked && unlocked == "refuse") return kInvalidValue;
+        bool faults = host && (locked ? variable("FAKE_HOST_POINTERS", "1") == "0"
+                                      : unlocked == "fault");
+        std::function<void()> copy = [=] { moved(target, source, size, locked); };
+        if (faults)
+            copy = [] { fault = kIllegalAddress; };
+        else if (order != 1 && drawn(2)) {
+            std::string now(source, size);
+            copy = [=] { moved(target, now.data(), size, locked); };
+        }
+        copies.insert(copies.begin() + drawn(copies.size() + 1), copy);
     }
-    ++batches, batched += count;
+    ++batches, batched += count, batch_order = order, batch_flags = attributes->flags;
     for (auto& copy : copies) move(stream, copy);
     return 0;
 }
+// Of the last call: source order and flags.
+void fake_batch_attributes(int* order, int* flags) { *order = batch_order, *flags = batch_flags; }
+// What a wrong address in a kernel does to the process.
+void fake_fault() { fault = kIllegalAddress; }
 void fake_batches(int* calls, int* copies) { *calls = batches, *copies = batched; }
 int fake_calls() { return calls; }
 

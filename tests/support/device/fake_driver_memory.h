@@ -6,9 +6,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <string>
 
@@ -54,6 +57,7 @@ static_assert(sizeof(FabricHandle) == 64, "as CUmemFabricHandle");
 static const char* the_domain() { return std::getenv("FAKE_FABRIC"); }
 static std::map<char*, Mapping> mappings;
 static std::map<char*, size_t> reserved, registered;
+static std::mutex lock_of_registered;  // taken inside `lock`, too
 static std::map<uint64_t, Memory> handles;
 
 static uint64_t handle_of(int file, size_t bytes, bool own, bool fabric) {
@@ -87,6 +91,20 @@ static bool on_device(const char* address, size_t bytes, int access = kRead) {
     return address + bytes <= start + known.bytes && (known.access & access) == access;
 }
 
+// Whether this process has every page of a range mapped, and may write there if `writable`.
+static bool mapped_in_full(const char* address, size_t bytes, bool writable) {
+    uintptr_t at = reinterpret_cast<uintptr_t>(address), end = at + bytes, first, last;
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; at < end && std::getline(maps, line);) {
+        char may[5];
+        if (std::sscanf(line.c_str(), "%lx-%lx %4s", &first, &last, may) != 3) return false;
+        if (first > at) return false;
+        if (last > at && (may[0] != 'r' || (writable && may[1] != 'w'))) return false;
+        at = std::max(at, last);
+    }
+    return at >= end;
+}
+
 extern "C" {
 Result cuMemAlloc(char** out, size_t bytes) {
     if (Result bad = checked()) return bad;
@@ -116,7 +134,7 @@ Result cuMemCreate(uint64_t* out, size_t bytes, const AllocationProp* wanted, ui
     // Where a device could and this process has no channel to its domain.
     if (fabric && (!the_domain() || !*the_domain())) return kNotPermitted;
     if (wanted->type != kPinned || (wanted->handle_types & ~kByFabric) != kByDescriptor || flags ||
-        wanted->location.type != 1 || wanted->location.id >= kDevices || wanted->rdma != 1 ||
+        wanted->location.type != 1 || wanted->location.id >= kDevices || wanted->rdma > 1 ||
         !bytes || bytes % kGranule)
         return kInvalidValue;
     if (bytes > kMemory) return kOutOfMemory;
@@ -241,8 +259,10 @@ Result cuMemHostRegister(char* address, size_t bytes, unsigned flags) {
     if (Result bad = checked()) return bad;
     const char* wanted = std::getenv("FAKE_LOCK_RESULT");
     if (wanted && std::atoi(wanted)) return std::atoi(wanted);
-    if (flags & ~0x9u) return kInvalidValue;
-    std::lock_guard<std::mutex> held(lock);
+    bool read_only = flags & 8;
+    if (flags & ~0x9u || !bytes || !mapped_in_full(address, bytes, !read_only)) return kInvalidValue;
+    if (read_only && variable("FAKE_LOCKS_READ_ONLY", "0") == "0") return kNotSupported;
+    std::lock_guard<std::mutex> held(lock_of_registered);
     for (const auto& [start, length] : registered)
         if (start < address + bytes && address < start + length) return kRegistered;
     registered[address] = bytes;
@@ -250,8 +270,8 @@ Result cuMemHostRegister(char* address, size_t bytes, unsigned flags) {
 }
 Result cuMemHostUnregister(char* address) {
     if (Result bad = checked()) return bad;
-    finish_all();
-    std::lock_guard<std::mutex> held(lock);
+    if (variable("FAKE_UNLOCK_WAITS", "1") != "0") finish_all();
+    std::lock_guard<std::mutex> held(lock_of_registered);
     return registered.erase(address) ? 0 : kNotRegistered;
 }
 }

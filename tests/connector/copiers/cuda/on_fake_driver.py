@@ -7,10 +7,12 @@ device to offer, but that its memory on the device is the driver's.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +30,7 @@ from connector.copiers.cuda.kernel_plan import (
     layout_of,
     staging_buffer_bytes,
 )
-from connector.copiers.cuda.page_lock import LockedPool
+from connector.copiers.cuda.page_lock import LockedPool, address_of
 from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
 from kvstore import DeviceRange
 from kvstore.cli.checks.base import ask_python
@@ -132,8 +134,14 @@ def batches() -> tuple[int, int]:
     return found[0].value, found[1].value
 
 
-def saved_and_loaded(cuda: Any, forget: Callable[[Any], None] = lambda device: None) -> bool:
-    """Whether forty payloads go there and back, through few and small buffers."""
+def saved_and_loaded(
+    cuda: Any,
+    forget: Callable[[Any], None] = lambda device: None,
+    *,
+    locked: bool = False,
+) -> bool:
+    """Whether forty payloads go there and back, through few and small buffers; from and to memory
+    that is `locked`, where they are."""
     from connector.copiers.cuda.queue import QueuedDevice
 
     shape = Shape(layers=3, engine_blocks=80)
@@ -142,19 +150,23 @@ def saved_and_loaded(cuda: Any, forget: Callable[[Any], None] = lambda device: N
     pool = LockedPool(cuda, tuple, lambda size_bytes, failure: None)
     device = QueuedDevice(cuda, 4 * payload_bytes, 1 << 10, pool, buffers=2)
     forget(device)
-    outs = [bytearray(payload_bytes) for _ in range(40)]
+    room = mmap.mmap(-1, 40 * payload_bytes)
+    if locked:
+        assert cuda.lock(address_of(memoryview(room)), len(room), True) == ""
+    outs = [memoryview(room)[i * payload_bytes :][:payload_bytes] for i in range(40)]
     ids = [[2 * i, 2 * i + 1] for i in range(40)]
     expected = [case.payload(two).tobytes() for two in ids]
-    views = [memoryview(out) for out in outs]
     copiers = [
         DeviceCopier(layout_of(x.layers, shape.geometry, shape.block_tokens), device)
         for x in (case, other)
     ]
-    copiers[0].gather_many([Gather(*pair) for pair in zip(ids, views, strict=True)])
+    copiers[0].gather_many([Gather(*pair) for pair in zip(ids, outs, strict=True)])
     good = outs == expected
     for out, value in zip(outs, expected, strict=True):
         out[:] = value
-    copiers[1].scatter_many([Scatter(v, 0, two) for v, two in zip(views, ids, strict=True)])
+    copiers[1].scatter_many([Scatter(v, 0, two) for v, two in zip(outs, ids, strict=True)])
+    if locked:
+        cuda.unlock(address_of(memoryview(room)))
     return good and [other.payload(two).tobytes() for two in ids] == expected
 
 
@@ -324,15 +336,98 @@ def test_functions_called_for_a_block_keep_to_their_budget(cuda: Any) -> None:
         assert (more.functions - less.functions) / 24 <= FUNCTIONS_A_BLOCK_MAX
 
 
-def test_our_streams_go_first(cuda: Any) -> None:
-    from connector.copiers.cuda.queue import CudaLane
+@pytest.mark.parametrize("setting", ["highest", "lowest"])
+def test_our_streams_go_first_or_last_as_an_operator_says(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    from connector.copiers.cuda import queue
 
-    lane = CudaLane(cuda, 2, 1 << 20, 1 << 10)
+    assert queue.DEVICE_STREAM_PRIORITY == "highest"
+    monkeypatch.setattr(queue, "DEVICE_STREAM_PRIORITY", setting)
+    lane = queue.CudaLane(cuda, 2, 1 << 20, 1 << 10)
     with cuda.scope():
         _, lowest, highest = driver.cuCtxGetStreamPriorityRange()
         assert highest < lowest
+        expected = {"highest": highest, "lowest": lowest}[setting]
         for stream in (lane.kernels, lane.copies):
-            assert cuda.call(driver.cuStreamGetPriority, stream.handle) == highest
+            assert cuda.call(driver.cuStreamGetPriority, stream.handle) == expected
+
+
+@contextmanager
+def device_anew() -> Iterator[None]:
+    """Have the device look for its call for many copies again, and once more afterwards."""
+    vars(open_device(0)).pop("batch", None)
+    try:
+        yield
+    finally:
+        vars(open_device(0)).pop("batch", None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("FAKE_HOST_POINTERS", "0"), ("FAKE_DRIVER_VERSION", "12070")]
+)
+def test_a_device_that_takes_no_addresses_of_locked_memory_is_given_single_copies(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    before = batches()
+    with device_anew():
+        assert saved_and_loaded(cuda, locked=True)
+    assert batches() == before
+
+
+@pytest.mark.parametrize(("most", "calls"), [(1, 0), (3, 40), (4, 20)])
+def test_an_operator_says_how_many_copies_one_call_has(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, most: int, calls: int
+) -> None:
+    from kvstore.cuda import batch, bindings
+
+    for module in (batch, bindings):
+        monkeypatch.setattr(module, "CUDA_BATCH_COPIES_MAX", most)
+    before = batches()
+    with device_anew():
+        assert saved_and_loaded(cuda)
+    # Of four copies three go together and one is left, which is a call of its own.
+    assert batches()[0] - before[0] == min(calls, 20)
+
+
+@pytest.mark.parametrize("order", ["stream", "any"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_attributes_of_batches_are_settings_and_what_is_saved_is_read_in_its_turn(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, order: str, overlap: bool
+) -> None:
+    """A staging buffer is filled by a kernel before it: read at any time it has other bytes."""
+    from kvstore.cuda import batch
+
+    monkeypatch.setattr(batch, "CUDA_BATCH_SOURCE_ORDER", order)
+    monkeypatch.setattr(batch, "CUDA_BATCH_OVERLAP", overlap)
+    seen = set()
+    real = batch.BatchCopies.__call__
+
+    def noted(self: Any, copies: Any, stream: int, *, complete: bool = False) -> int:
+        answer = real(self, copies, stream, complete=complete)
+        attributes = ctypes.c_int(), ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").fake_batch_attributes(*map(ctypes.byref, attributes))
+        seen.add((complete, *(one.value for one in attributes)))
+        return answer
+
+    monkeypatch.setattr(batch.BatchCopies, "__call__", noted)
+    with device_anew():
+        assert all(saved_and_loaded(cuda) for _ in range(3))
+    expected = {"stream": 1, "any": 3}[order]
+    assert seen == {(False, 1, int(overlap)), (True, expected, int(overlap))}
+
+
+@pytest.mark.parametrize("answer", ["stage", "refuse"])
+@pytest.mark.parametrize("locked", [False, True])
+def test_memory_that_is_not_locked_yet_is_copied_whatever_the_driver_makes_of_it(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, answer: str, locked: bool
+) -> None:
+    monkeypatch.setenv("FAKE_UNLOCKED_BATCHES", answer)
+    before = batches()
+    assert saved_and_loaded(cuda, locked=locked)
+    together = locked or answer == "stage"
+    assert batches()[0] - before[0] == (20 if together else 0)
 
 
 @pytest.mark.parametrize(
@@ -342,15 +437,20 @@ def test_the_driver_says_whether_memory_is_locked(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, result: str, failure: str
 ) -> None:
     monkeypatch.setenv("FAKE_LOCK_RESULT", result)
+    monkeypatch.setenv("FAKE_LOCKS_READ_ONLY", "1")
+    memory = mmap.mmap(-1, 4096)
+    address = address_of(memoryview(memory))
     for writable in (True, False):
-        assert cuda.lock(4096, 4096, writable) == failure
-        cuda.unlock(4096)
+        assert cuda.lock(address, 4096, writable) == failure
+        cuda.unlock(address)
 
 
 def test_a_range_that_is_locked_is_not_locked_again(cuda: Any) -> None:
-    assert cuda.lock(4096, 4096, True) == ""
-    assert cuda.lock(8000, 4096, True) == "host_memory_already_registered"
-    cuda.unlock(4096)
+    memory = mmap.mmap(-1, 3 * 4096)
+    address = address_of(memoryview(memory))
+    assert cuda.lock(address, 4096, True) == ""
+    assert cuda.lock(address + 4000, 4096, True) == "host_memory_already_registered"
+    cuda.unlock(address)
 
 
 def test_trap_every_kernel_is_loaded_before_the_engine_computes(cuda: Any) -> None:
