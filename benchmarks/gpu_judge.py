@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 from connector.limits import DEVICE_BLOCKS_MAX
 
+ROWS = "rows.jsonl"
+"""What stages of scripts/lib/gpu/probe.py and rungs.py write, a row a line; those with `least` or
+`most` are judged."""
 BENCH, PULLS, LOCKS, ENGINES = "bench.json", "ipc.json", "locking.json", "engines.json"
 """What `benchmarks.suites.gpu`, `gpu_ipc`, `gpu_locking` and scripts/lib/gpu/engine_figures.py
 write with `--out`."""
@@ -101,6 +104,15 @@ def figures_of_engines(rows: Iterable[dict[str, Any]]) -> Iterator[Figure]:
         yield Figure(aim, f"prompts of {row['tokens']} tokens", row["value"])
 
 
+def figures_of_rows(rows: Iterable[dict[str, Any]]) -> Iterator[Figure]:
+    """Take the rows that say what their value must be."""
+    for row in rows:
+        least, most = row.get("least"), row.get("most")
+        if least is not None or most is not None:
+            value = float("nan") if row["value"] is None else row["value"]
+            yield Figure(Aim(f"{row['stage']}: {row['name']}", least, most), "", value)
+
+
 class Judgement(NamedTuple):
     """Holds what came out: a line for each figure and each aim without one."""
 
@@ -111,7 +123,7 @@ class Judgement(NamedTuple):
 def judge(figures: Sequence[Figure], aims: Sequence[Aim] = AIMS) -> Judgement:
     """Compare every figure with its aim."""
     lines = [
-        f"{'met' if aim.met(value) else 'MISSED'}: {aim} ({case}): {value}"
+        f"{'met' if aim.met(value) else 'MISSED'}: {aim}{f' ({case})' * bool(case)}: {value}"
         for aim, case, value in figures
     ]
     seen = {figure.aim for figure in figures}
@@ -132,6 +144,9 @@ def figures_in(folder: Path) -> list[Figure]:
         path = folder / name
         if path.exists():
             found += taken(json.loads(path.read_text())["rows"])
+    if (folder / ROWS).exists():
+        lines = (folder / ROWS).read_text().splitlines()
+        found += figures_of_rows(map(json.loads, lines))
     return found
 
 

@@ -183,6 +183,11 @@ class EngineProcess:
         """Return when the connector has nothing in flight (engines in this process only)."""
         self.call("drain")
 
+    def kill(self) -> None:
+        """End the process as an OOM killer does."""
+        self._process.kill()
+        self._process.wait(STOP_TIMEOUT_S)
+
     def close(self) -> None:
         """End the process: ask, then kill. Safe to call twice."""
         if self._process.poll() is None:

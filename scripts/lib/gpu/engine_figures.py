@@ -23,6 +23,8 @@ from typing import Any
 
 from engines import EngineProcess, EngineSettings, Generated, ModelShape, build_model, kv_transfer
 
+from gpu.engine import attention
+
 SHAPE = ModelShape(layers=16, hidden=2048, heads=16, kv_heads=8, vocabulary=32000)
 PROMPT_TOKENS = 2048
 BATCH = 8
@@ -124,7 +126,7 @@ def main() -> int:
                 connector=connector,
                 max_batched_tokens=8192,
                 kv_blocks=1024,
-                extra={"gpu_memory_utilization": 0.3, "enforce_eager": False},
+                extra={"gpu_memory_utilization": 0.3, "enforce_eager": False, **attention()},
             )
             log = folder / f"{name}.log"
             try:

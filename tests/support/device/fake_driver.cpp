@@ -180,6 +180,11 @@ Result cuCtxPopCurrent(void** context) {
     contexts.pop_back();
     return 0;
 }
+Result cuCtxSynchronize() {
+    if (Result bad = checked()) return bad;
+    finish_all();
+    return fault;
+}
 Result cuThreadExchangeStreamCaptureMode(int* mode) {
     std::swap(*mode, capture_mode);
     return 0;

@@ -40,14 +40,20 @@ class FakeDriver:
 
     def run(self, *arguments: str | Path) -> None:
         """Run pytest with these arguments: it passes, and skips nothing."""
+        output = self.python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+        assert "skipped" not in output, output
+
+    def python(self, *arguments: str | Path, **variables: str) -> str:
+        """Run Python with these arguments, and return what it printed: it ends well."""
         libraries = f"{self._folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+        env = {**os.environ, "LD_LIBRARY_PATH": libraries, FAKE: "yes", "PYTHONPATH": PATH}
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-            env={**os.environ, "LD_LIBRARY_PATH": libraries, FAKE: "yes"} | {"PYTHONPATH": PATH},
+            [sys.executable, *arguments],
+            env=env | variables,
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
         )
         assert run.returncode == 0, run.stdout + run.stderr
-        assert "skipped" not in run.stdout, run.stdout
+        return run.stdout

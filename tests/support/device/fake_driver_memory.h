@@ -124,6 +124,21 @@ Result cuMemFree(char* address) {
     mappings.erase(found);
     return 0;
 }
+Result cuMemHostAlloc(char** out, size_t bytes, unsigned) {
+    if (Result bad = checked()) return bad;
+    if (posix_memalign(reinterpret_cast<void**>(out), 4096, bytes)) return kOutOfMemory;
+    std::lock_guard<std::mutex> held(lock_of_registered);
+    registered[*out] = bytes;
+    return 0;
+}
+Result cuMemsetD8(char* to, unsigned char byte, size_t count) {
+    if (Result bad = checked()) return bad;
+    finish_all();
+    std::lock_guard<std::mutex> held(lock);
+    if (!on_device(to, count, kReadWrite)) return kInvalidValue;
+    std::memset(to, byte, count);
+    return 0;
+}
 Result cuMemGetAllocationGranularity(size_t* out, const AllocationProp*, int) {
     *out = kGranule;
     return checked();
