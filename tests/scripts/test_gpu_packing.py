@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gpu import packing
-from gpu.carve import FATBIN_MAGIC, MACHINE_CODE, SECTION, carve, pack, section_of
+from gpu.packing import FATBIN_MAGIC, MACHINE_CODE, SECTION, carve, pack, section_of
 
 PTX = 1
 

@@ -102,7 +102,7 @@ def test_answers_come_first_then_tests_then_engines_from_the_safest_up_then_figu
     assert parts == ["answers", "tests", "engines", "figures", "sanitizer"]
     names = [step.name for _, step in all_of_it]
     assert len(set(names)) == len(names)
-    assert names[:2] == ["machine", "versions"]
+    assert names[:3] == ["machine", "env", "versions"]
     engines = [step.name for part, step in all_of_it if part == "engines"]
     assert engines == ["eager", "graphs", "vram", "default"]
     tests = {step.name for part, step in all_of_it if part == "tests"}

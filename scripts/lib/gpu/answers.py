@@ -49,8 +49,24 @@ STORM_COPIES = 1024
 STORM_BYTES = (512, 656, 4096, 4608, 16 << 10, 32 << 10)
 
 
+def versions(say: Say) -> None:
+    """Whether torch, the bindings, the driver and the kernel's compiler fit together."""
+    import torch
+    from cuda.bindings import nvrtc
+
+    from connector.copiers.cuda.nvrtc import compiled
+
+    gpu = Gpu()
+    say("torch", torch.__version__, for_cuda=torch.version.cuda)
+    say("CUDA of the driver", gpu.call(gpu.driver.cuDriverGetVersion), least=12080)
+    say("NVRTC", nvrtc.nvrtcVersion()[1:])
+    for name, least in ATTRIBUTES.items():
+        say(name, gpu.attribute(name), least=least)
+    say("bytes of the kernel", len(compiled(torch.cuda.get_device_capability(0))))
+
+
 def env(say: Say) -> None:
-    """What the machine, the driver and the device say of themselves."""
+    """What the machine says of itself."""
     say("kernel", os.uname().release, cores=os.cpu_count())
     disk = os.statvfs("/dev/shm")
     room, free = (disk.f_bsize * blocks >> 30 for blocks in (disk.f_blocks, disk.f_bavail))
@@ -59,10 +75,6 @@ def env(say: Say) -> None:
     for path in HERE:
         with contextlib.suppress(OSError):
             say(path, Path(path).read_text().strip()[:200])
-    gpu = Gpu()
-    say("CUDA of the driver", gpu.call(gpu.driver.cuDriverGetVersion), least=12080)
-    for name, least in ATTRIBUTES.items():
-        say(name, gpu.attribute(name), least=least)
 
 
 def register(say: Say) -> None:

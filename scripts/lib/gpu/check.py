@@ -45,7 +45,6 @@ def plan(out: Path, logs: Path, engine_env: dict[str, str], options: Options) ->
     """Yield all steps, in their order."""
     python, lib = sys.executable, [sys.executable, "scripts/lib"]
     yield Planned("answers", Step("machine", 30, ["bash", "-c", MACHINE]))
-    yield Planned("answers", Step("versions", 60, [*lib, "gpu.versions"]))
     rows = ["--rows", out / ROWS]
     for name, seconds in ANSWERS.items():
         yield Planned("answers", Step(name, seconds, [*lib, "gpu.probe", name, *rows]))

@@ -13,11 +13,20 @@ from pathlib import Path
 from gpu import answers, handed, speeds
 from gpu.rows import Rows, Say
 
-ANSWERS = {"env": 25, "register": 40, "batch": 40, "vmm": 40, "sigkill": 60, "storm": 40}
+ANSWERS = {
+    "env": 25,
+    "versions": 60,
+    "register": 40,
+    "batch": 40,
+    "vmm": 40,
+    "sigkill": 60,
+    "storm": 40,
+}
 """Seconds that each may take, in their order."""
 FIGURES = {"bus": 40, "unlocked": 25, "kernel": 60, "callers": 40}
 STAGES: dict[str, Callable[[Say], None]] = {
     "env": answers.env,
+    "versions": answers.versions,
     "register": answers.register,
     "batch": answers.batch,
     "vmm": answers.vmm,
