@@ -130,7 +130,7 @@ def settings(size: Size, connector: dict[str, Any] | None) -> EngineSettings:
         max_model_len=size.shape["longest"] + block_size,
         max_batched_tokens=8192 if on_device() else 1024,
         extra=more,
-        env={"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(PATH)},
+        env={"PYTHONPATH": os.pathsep.join(PATH)},
         **({"dtype": "bfloat16"} if on_device() else {}),
     )
 
@@ -203,7 +203,8 @@ def run(folder: Path, say: Say) -> list[str]:
     def start(name: str, wanted: EngineSettings) -> EngineProcess:
         log = folder / f"{name}.log"
         try:
-            return EngineProcess(model, wanted, log, program=PROGRAM, fresh=True)
+            # Processes that have started CUDA cannot be forked; others start sooner so.
+            return EngineProcess(model, wanted, log, program=PROGRAM, fresh=on_device())
         except RuntimeError as e:
             lines = log.read_text(errors="replace").splitlines()[-40:]
             raise DidNotStartError("\n".join([str(e), *lines])) from e

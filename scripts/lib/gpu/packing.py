@@ -10,7 +10,7 @@
 
 `scripts/gpu-check --wheels FOLDER` takes all that it finds there.
 
-In vLLM's wheel each kernel is there a dozen times, for every kind of GPU. In each shared object that
+In vLLM's wheel each kernel is there a dozen times, for every kind of GPU. In a shared object that
 is kept, every fat binary (NVIDIA's container of code by architecture, in the section `.nv_fatbin`)
 is rewritten in place: the code of the wanted architecture moves to its front, the rest is zeros,
 which pack to nothing. No address in the file changes, so nothing is linked anew, and no CUDA is
