@@ -127,8 +127,9 @@ def test_all_that_a_run_leaves_is_eight_files(
     (tmp_path / "bench.json").write_text("of an earlier run")
     row = '{"stage": "one", "name": "figure", "value": 2, "most": 1}'
 
-    def two(out: Path, logs: Path, *_: object) -> list[Planned]:
-        (logs / "engine.log").write_text("what it said")
+    def two(out: Path, scratch: Path, *_: object) -> list[Planned]:
+        (scratch / "eager").mkdir()
+        (scratch / "eager" / "alone.log").write_text("what it said")
         write = f"open({str(out / 'rows.jsonl')!r}, 'w').write({row!r})"
         return [Planned("figures", Step("writes", 30, python(write)))]
 
@@ -141,7 +142,7 @@ def test_all_that_a_run_leaves_is_eight_files(
     output = (tmp_path / OUTPUT).read_text()
     assert output.endswith("gpu-check: failed: judge\n")
     with tarfile.open(tmp_path / LOGS) as tar:
-        assert "logs/engine.log" in tar.getnames()
+        assert tar.getnames() == ["eager/alone.log"]
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are(
@@ -166,7 +167,7 @@ def test_an_engine_that_was_taken_along_is_unpacked_and_one_that_is_broken_is_no
         tar.add(tmp_path / "engine.py", "vllm/engine.py")
     site = tmp_path / "site"
     packed = Packed(tmp_path, site, tmp_path / "log")
-    assert packed.path == [site, site / "vllm"]
+    assert packed.path == [site, site / "packages"], "not among vLLM's own modules"
     engine = Planned("engines", Step("eager", 30, python("")))
     check.run(steps, [engine, Planned("tests", Step("test", 30, python("")))], packed)
     assert became(steps) == {"eager": Became.NOT_RUN, "test": Became.PASSED}

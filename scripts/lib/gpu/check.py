@@ -41,8 +41,10 @@ class Planned(NamedTuple):
     step: Step
 
 
-def plan(out: Path, logs: Path, engine_env: dict[str, str], options: Options) -> Iterator[Planned]:
-    """Yield all steps, in their order."""
+def plan(
+    out: Path, scratch: Path, engine_env: dict[str, str], options: Options
+) -> Iterator[Planned]:
+    """Yield all steps, in their order. Engines leave their logs in folders of `scratch`."""
     python, lib = sys.executable, [sys.executable, "scripts/lib"]
     yield Planned("answers", Step("machine", 30, ["bash", "-c", MACHINE]))
     rows = ["--rows", out / ROWS]
@@ -55,7 +57,7 @@ def plan(out: Path, logs: Path, engine_env: dict[str, str], options: Options) ->
         command = [*pytest, "-v", "--durations", "3", file.relative_to(ROOT), *options.tests]
         yield Planned("tests", Step(file.stem, 120, command))
     for name, seconds in {**BY_DEFAULT, **CLIFF}.items():
-        command = [*lib, "gpu.rungs", name, *rows, "--logs", logs]
+        command = [*lib, "gpu.rungs", name, *rows, "--folder", scratch / name]
         part = "cliff" if name in CLIFF else "engines"
         yield Planned(part, Step(name, seconds, command, engine_env))
     for name, seconds in FIGURES.items():
@@ -66,6 +68,7 @@ def plan(out: Path, logs: Path, engine_env: dict[str, str], options: Options) ->
     bench += ["--thread-blocks", "8", "16", "32", "64", *["--quick"] * options.quick]
     yield Planned("figures", Step("bench", 140, bench))
     figures = [*lib, "gpu.engine_figures", "--out", out / ENGINES]
+    figures += ["--folder", scratch / "engine-figures"]
     yield Planned("figures", Step("engine-figures", 200, figures, engine_env))
     locking = [python, "-m", "benchmarks.gpu_locking", "--out", out / LOCKING]
     yield Planned("figures", Step("locking", 90, locking))
@@ -99,7 +102,8 @@ class Packed:
         archives = [
             one for name in (VLLM_FILES, ATTENTION_FILES) if (one := folder / name).exists()
         ]
-        self.path = [site, site / VLLM_WHEELS] if wheels and archives else []
+        packages = site / "packages"
+        self.path = [site, packages] if wheels and archives else []
         """For PYTHONPATH."""
         commands: list[list[str]] = []
         if self.path:
@@ -110,8 +114,7 @@ class Packed:
                 there = site / "vllm" / "vllm_flash_attn"
                 commands += [["mkdir", "-p", str(there)], ["touch", str(there / "_vllm_fa2_C.py")]]
             pip = "-m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target"
-            target = str(site / VLLM_WHEELS)
-            commands.append([sys.executable, *pip.split(), target, *map(str, wheels)])
+            commands.append([sys.executable, *pip.split(), str(packages), *map(str, wheels)])
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 ["bash", "-e", "-c", "\n".join(map(shlex.join, commands))],
@@ -136,7 +139,7 @@ def run(steps: Steps, planned: Sequence[Planned], packed: Packed | None) -> None
     for part, step in planned:
         needs_engine = part in ("engines", "cliff") or step.name == "engine-figures"
         if needs_engine and packed is not None and not packed.there(steps.left_s):
-            steps.skip(step.name, f"the engine was not unpacked: see unpack.txt in {LOGS}")
+            steps.skip(step.name, f"the engine was not unpacked: see unpack.log in {LOGS}")
         else:
             steps.run(step)
 
@@ -169,7 +172,7 @@ def summary(steps: Steps, output: str) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    parser = ArgumentParser(prog="scripts/gpu-check")
+    parser = ArgumentParser(prog="scripts/gpu-check", allow_abbrev=False)
     parser.add_argument("--packed", type=Path)
     parser.add_argument("--limit", type=float, default=570.0)
     parser.add_argument("--quick", action="store_true")
@@ -178,16 +181,17 @@ def main() -> int:
     options = Options(given.only.split(",") if given.only else (), given.quick, tests)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        (logs := scratch / "logs").mkdir()
         out = Path(os.environ.get("OUT") or scratch)
         for result in RESULTS:  # nothing is judged that an earlier run left here
             (out / result).unlink(missing_ok=True)
         packed = (
-            Packed(given.packed, scratch / "engine", logs / "unpack.txt") if given.packed else None
+            Packed(given.packed, scratch / "engine", scratch / "unpack.log")
+            if given.packed
+            else None
         )
         path = [os.environ.get("PYTHONPATH", ""), *map(str, packed.path if packed else ())]
         engine_env = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-        every = list(plan(out, logs, engine_env, options))
+        every = list(plan(out, scratch, engine_env, options))
         known = {name for part, step in every for name in (part, step.name)}
         if unknown := set(options.only) - known:
             parser.error(
@@ -205,7 +209,8 @@ def main() -> int:
             if packed is not None:
                 packed.close()
             with tarfile.open(out / LOGS, "w:gz") as tar:
-                tar.add(logs, "logs")
+                for log in (*scratch.glob("*.log"), *scratch.glob("*/*.log")):
+                    tar.add(log, log.relative_to(scratch))
     return code
 
 

@@ -113,12 +113,14 @@ def run(start: Start, run_dir: Path) -> list[dict[str, Any]]:
 def main() -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    parser.add_argument("--folder", type=Path, help="for the model and the logs; it stays")
     options = parser.parse_args()
     if find_spec("vllm") is None:
         print("SKIPPED figures of real engines: this Python has no vLLM")
         return 0
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder: Path = options.folder or Path(name)
+        folder.mkdir(exist_ok=True)
         model = build_model(folder / "model", SHAPE)
 
         def start(name: str, connector: dict[str, Any] | None) -> EngineProcess:

@@ -1,6 +1,6 @@
 """Runs one kind of engines on this machine's device.
 
-    python scripts/lib gpu.rungs NAME [--rows FILE] [--logs FOLDER]
+    python scripts/lib gpu.rungs NAME [--rows FILE] [--folder FOLDER]
 
 eager     one engine without CUDA graphs saves, forgets and loads
 graphs    the same with CUDA graphs, nothing compiled
@@ -12,7 +12,6 @@ cliff     throughput when there are more users than the engine's KV memory has r
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -31,14 +30,16 @@ def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*BY_DEFAULT, *CLIFF])
     parser.add_argument("--rows", type=Path, help="write rows to the end of this file too")
-    parser.add_argument("--logs", type=Path, help="keep the engines' logs in this folder")
+    parser.add_argument("--folder", type=Path, help="for models and the engines' logs; it stays")
     options = parser.parse_args()
     if find_spec("vllm") is None:
         print(f"SKIPPED real engines ({options.name}): this Python has no vLLM")
         return 0
     rows = Rows(options.name, options.rows)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        # Not removed where it is given: what is ended in the middle has left its logs, too.
+        folder: Path = options.folder or Path(name)
+        folder.mkdir(exist_ok=True)
         try:
             if options.name in CLIFF:
                 wrong = cliff.run(folder, rows.say)
@@ -47,9 +48,6 @@ def main() -> int:
                 rows.say("what was wrong", len(wrong), most=0)
         except engine.DidNotStartError as e:
             wrong = str(e).splitlines()
-        finally:
-            for log in folder.glob("*.log") if options.logs is not None else ():
-                shutil.copy(log, options.logs / f"{options.name}-{log.name}")
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0
