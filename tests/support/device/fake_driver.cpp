@@ -10,6 +10,7 @@
 //     FAKE_LOCKS_READ_ONLY         whether it page-locks read-only mappings (no card seen does): 0
 //     FAKE_LOCK_RESULT             what page-locking answers, whatever it is asked
 //     FAKE_REFUSES_BATCHES         set: no call for many copies is taken
+//     FAKE_BATCH_MS                how long such a call takes, to stand for one that hangs: 0
 //     FAKE_UNLOCKED_BATCHES        one with memory that is not locked is taken ("stage", the
 //                                  default), refused ("refuse"), or faults ("fault")
 //     FAKE_UNLOCK_WAITS            0: unlocking waits for no copy, and one under way faults
@@ -322,6 +323,7 @@ Result cuMemcpyBatchAsync(char** to, char** from, size_t* bytes, size_t count,
                           size_t* failed, void* stream) {
     if (Result bad = checked(stream)) return bad;
     *failed = ~size_t(0);
+    usleep(1000 * std::atoi(variable("FAKE_BATCH_MS", "0").c_str()));
     int order = attributes->source_order;
     if (!count || kinds != 1 || firsts[0] || order < 1 || order > 3 || attributes->flags > 1 ||
         std::getenv("FAKE_REFUSES_BATCHES"))

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from connector.copiers.cuda.kernel_plan import (
 )
 from connector.copiers.cuda.page_lock import LockedPool, address_of
 from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
+from connector.worker import copy_guard
 from kvstore import DeviceRange
 from kvstore.cli.checks.base import ask_python
 from kvstore.cli.checks.software import _TRY_BATCHES, TRY_TIMEOUT_S
@@ -200,6 +202,26 @@ def test_a_batch_that_the_driver_refuses_is_copied_one_by_one(
     assert [r.message for r in caplog.records].count(
         "the driver refuses 4 copies at once: CUDA_ERROR_INVALID_VALUE"
     ) == 1, "and it is said once"
+
+
+def test_a_call_of_the_driver_that_hangs_is_noticed_from_another_thread(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_guard, "COPY_STUCK_S", 0.05)
+    monkeypatch.setenv("FAKE_BATCH_MS", "2000")
+    guard = copy_guard.CopyGuard()
+
+    def copies() -> None:
+        with guard.copying():
+            saved_and_loaded(cuda)
+
+    thread = threading.Thread(target=copies)
+    thread.start()
+    while thread.is_alive() and not (took_s := guard.stuck_s()):
+        time.sleep(0.01)
+    monkeypatch.setenv("FAKE_BATCH_MS", "0")  # its first call hangs, no other
+    assert 0.05 < took_s < 1.5, "the call that hangs keeps no other thread of the process"
+    thread.join()
 
 
 def test_a_driver_before_12_8_has_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
