@@ -104,9 +104,8 @@ STREAM_NODES_AT_ONCE: Threads = 64
 """Nodes (and shares of one) that one client reads from, and those that it tries again, at the same
 time: each has a thread, which a silent node keeps for a whole deadline."""
 STREAM_UNPROVEN_MAX: Threads = 64
-"""Connections that have not proved to know the secret yet, besides `STREAM_CONNECTIONS_MAX`."""
-STREAM_UNPROVEN_PER_ADDRESS_MAX: Threads = 32
-"""Connections from one address that have not proved to know the secret yet."""
+"""Connections that have not proved to know the secret yet, besides `STREAM_CONNECTIONS_MAX`; for a
+new one the oldest of the address with most of them is closed."""
 STREAM_RESERVED_SHARE: Count = 4
 """One client host may have reserved one in so many bytes of a node by saves under way; whoever
 wants more waits for its own."""
@@ -205,6 +204,10 @@ routers see as a gap in the sequence. As many that were published are kept for w
 EVENT_MESSAGES_WAITING_MAX: Count = 1024
 """Messages that wait for one router that is slower than its node; it misses further ones, and
 sees that too."""
+EVENT_CONNECTIONS_MAX: Count = 512
+"""Connections to a node's events, in both of its sockets; for a new one the oldest of the address
+with most of them is closed. Nor are they more than an eighth of the files that the node may open:
+whoever listens shows no secret."""
 EVENT_REPLAYS_MAX: Count = 256
 """Questions of routers that wait for an answer: for a snapshot of a node's blocks, or until there
 is room for it. Who asks for more is not answered, and asks again."""

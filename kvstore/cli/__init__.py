@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from kvstore.errors import KVStoreError, UsageError
+from kvstore.system.descriptors import raise_limit
 
 COMMANDS = {
     "up": "Redis and memory nodes together, in the foreground",
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a key of letters that this locale does not have
             stream.reconfigure(errors="backslashreplace")
+    if argv is None:  # this process is the command's own
+        raise_limit()
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)

@@ -4,9 +4,11 @@
     /live      200 while the node's event loop answers
     /ready     200 when the node is ready (readiness.py), else 503 and why it is not
 
-One thread answers, one request after the other: whoever asks slowly has `REQUEST_TIMEOUT_S`. What
-it tells is read by the event loop, which alone has the core (rule 2); a loop that does not answer
-within `LOOP_TIMEOUT_S` is a 503 everywhere. Nothing is told that is of use to who may not read
+One thread answers all connections, each as its bytes come: a request has `REQUEST_TIMEOUT_S` for
+its last byte, and so has its answer. Whoever can connect shows no secret, so connections are few,
+and when they are too many the oldest is closed, of the address that has most. What is told is read
+by the event loop, which alone has the core (rule 2); a loop that does not answer within
+`LOOP_TIMEOUT_S` is a 503 for all who ask then. Nothing is told that is of use to who may not read
 blocks: numbers and names, no keys.
 """
 
@@ -15,17 +17,22 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.errors import UsageError
 from kvstore.machine import REAL
 from kvstore.node.config import NodeConfig
+from kvstore.node.seldom import Seldom
 from kvstore.nodedir import NodeDir
+from kvstore.system.descriptors import share
 from kvstore.system.tcp import listen
+from kvstore.system.waiting import Waiting
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -37,6 +44,11 @@ log = logging.getLogger("kvstore.node")
 INSTALL = "pip install 'kvstore-llm[metrics]'"
 LOOP_TIMEOUT_S = 2.0
 REQUEST_TIMEOUT_S = 2.0
+CONNECTIONS_MAX = 256
+ACCEPTED_AT_ONCE = 16
+"""Connections that are taken before those that are there are served again."""
+HEAD_BYTES_MAX = 16 << 10
+HEAD_END = b"\r\n\r\n"
 POLL_S = 0.2
 PREFIX = "kvstore_node_"
 
@@ -125,23 +137,25 @@ class NodeMetrics:
             "policy": config.policy,
             "medium": medium,
         }
-        self._read: Numbers = {}
-        """What the loop has told last, for the answer under way."""
+        self._read: Numbers | None = None
+        """What the loop has told last, for the answers under way."""
+        self._asked = False
+        """Whether the loop was asked for them: once for all who ask in one round."""
         self._stopping = threading.Event()
+        self._say = Seldom(log)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
-        self._server = _Server(address, _Handler, bind_and_activate=False)
-        self._server.socket.close()  # of IPv4 alone
         try:
-            self._server.socket = listen(*address)
+            self._listener = listen(*address)
         except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
             raise UsageError("metrics", shown, f"cannot be used: {e}") from e
-        self._server.timeout = POLL_S
-        self._server.server_name = self._about["host"]
-        self._server.server_port = self.port = self._server.socket.getsockname()[1]
-        self._server.setup_environ()
-        self._server.set_app(self._answer)
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._poll = select.poll()
+        self._guests: dict[int, _Guest] = {}
+        """By descriptor."""
+        self._waiting = Waiting[_Guest]()
 
     def start(self) -> None:
         REAL.start_thread(self._serve, "kvstore-metrics")
@@ -152,17 +166,96 @@ class NodeMetrics:
         self._stopping.set()
 
     def _serve(self) -> None:
-        with self._server:
+        with self._listener:
+            self._poll.register(self._listener, select.POLLIN)
             while not self._stopping.is_set():
-                self._server.handle_request()
+                ready = [fd for fd, _ in self._poll.poll(POLL_S * 1e3)]
+                self._asked = False
+                # Those that are there first: new ones may push them out.
+                for guest in [self._guests[fd] for fd in ready if fd in self._guests]:
+                    self._attend(guest)
+                if self._listener.fileno() in ready:
+                    self._accept()
+                now = time.monotonic()
+                for guest in [one for one in self._waiting if one.give_up_at < now]:
+                    self._hang_up(guest)
+            for guest in list(self._waiting):
+                self._hang_up(guest)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, (address, *_) = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                self._say.warning("metrics: a connection cannot be taken: %s", e.strerror)
+                self._stopping.wait(POLL_S)
+                return
+            connection.setblocking(False)
+            guest = self._guests[connection.fileno()] = _Guest(connection)
+            self._poll.register(connection, select.POLLIN)
+            goes = self._waiting.enter(guest, address, share(CONNECTIONS_MAX, 8))
+            if goes is not None:
+                self._hang_up(goes)
+            self._attend(guest)
+
+    def _attend(self, guest: _Guest) -> None:
+        """Read what has come of a request, or send on of its answer."""
+        try:
+            if not guest.left:
+                data = guest.connection.recv(HEAD_BYTES_MAX)
+                guest.head += data
+                if HEAD_END not in guest.head:
+                    if not data or len(guest.head) > HEAD_BYTES_MAX:
+                        self._hang_up(guest)
+                    return
+                guest.left = self._response(guest.head.partition(HEAD_END)[0].decode("latin-1"))
+                guest.give_up_at = time.monotonic() + REQUEST_TIMEOUT_S
+                self._poll.modify(guest.connection, select.POLLOUT)
+            guest.left = guest.left[guest.connection.send(guest.left) :]
+            if not guest.left:
+                self._hang_up(guest)
+        except BlockingIOError:
+            pass
+        except Exception as e:
+            if not isinstance(e, OSError):  # our bug; others are answered all the same
+                self._say.warning("metrics: a request cannot be answered: %r", e, exc_info=e)
+            self._hang_up(guest)
+
+    def _hang_up(self, guest: _Guest) -> None:
+        self._waiting.leave(guest)
+        if self._guests.pop(guest.connection.fileno(), None) is not None:
+            self._poll.unregister(guest.connection)
+        with guest.connection, suppress(OSError):
+            guest.connection.shutdown(socket.SHUT_WR)
+
+    def _response(self, head: str) -> bytes:
+        """Return the whole answer to the request whose head this is; the connection ends then."""
+        words, *fields = head.split("\r\n")
+        method, target = (*words.split(" "), "")[:2]
+        path, _, query = target.partition("?")
+        environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
+        for name, _, value in (field.partition(":") for field in fields):
+            environ["HTTP_" + name.upper().replace("-", "_")] = value.strip()
+        lines: list[str] = []
+
+        def start(status: str, headers: list[tuple[str, str]], *_: Any) -> Any:
+            lines[:] = f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers)
+
+        body = b"".join(self._answer(environ, start))
+        lines += f"Content-Length: {len(body)}", "Connection: close", "", ""
+        return "\r\n".join(lines).encode("latin-1") + (b"" if method == "HEAD" else body)
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path = environ.get("PATH_INFO")
         if path not in ("/metrics", "/live", "/ready"):
             return _said(start, "404 Not Found", "try /metrics, /live or /ready")
-        try:
-            self._read = self._ask()
-        except (TimeoutError, RuntimeError):  # the loop is busy, or has ended
+        if not self._asked:
+            self._asked, self._read = True, None
+            with suppress(TimeoutError, RuntimeError):  # the loop is busy, or has ended
+                self._read = self._ask()
+        if self._read is None:
             why = f"the node's loop has not answered within {LOOP_TIMEOUT_S:.0f} s"
             return _said(start, "503 Service Unavailable", why)
         if path == "/metrics":
@@ -195,6 +288,7 @@ class NodeMetrics:
         """What prometheus_client's registry asks for, of the numbers that were just read."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
+        assert self._read is not None
         node = self._about["node"]
         yield InfoMetricFamily("kvstore_node", "This start of the node.", value=self._about)
         for family in FAMILIES:
@@ -204,24 +298,19 @@ class NodeMetrics:
             yield made
 
 
-class _Server(WSGIServer):
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Note what went wrong with one connection: others find it by a scan of ports, too."""
-        log.debug("metrics: the connection of %s ended early", client_address, exc_info=True)
+class _Guest:
+    """One connection, for one request."""
 
+    __slots__ = ("connection", "give_up_at", "head", "left")
 
-class _Handler(WSGIRequestHandler):
-    """One request, then the connection ends: nobody holds it."""
-
-    timeout = REQUEST_TIMEOUT_S
-
-    def log_message(self, *words: object) -> None:
-        """Say nothing: who probes every second would fill a log."""
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.give_up_at = time.monotonic() + REQUEST_TIMEOUT_S
+        self.head = bytearray()
+        self.left = b""
+        """What is still to be sent of the answer."""
 
 
 def _said(start: StartResponse, status: str, text: str) -> list[bytes]:
-    body = f"{text}\n".encode()
-    start(
-        status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
-    )
-    return [body]
+    start(status, [("Content-Type", "text/plain; charset=utf-8")])
+    return [f"{text}\n".encode()]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from kvstore.core.report import stats
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig, metrics
-from kvstore.node.metrics import FAMILIES, PREFIX
+from kvstore.node.metrics import FAMILIES, PREFIX, NodeMetrics
 
 HOST = "127.0.0.1"
 
@@ -140,15 +141,146 @@ def test_what_is_not_there_is_told_with_what_is(node: Node, path: str, status: i
     assert ask(node, path) == (status, "try /metrics, /live or /ready\n")
 
 
-def test_who_says_nothing_keeps_others_waiting_for_a_moment_only(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_who_says_nothing_keeps_nobody_waiting(
+    node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics._Handler, "timeout", 0.3)
-    assert node._metrics is not None
-    with socket.create_connection((HOST, node._metrics.port)):
-        time.sleep(0.1)
+    with connected(node):
         assert ask(node, "/live") == (200, "yes\n")
     assert not capfd.readouterr().err, "a scan of ports fills no log"
+
+
+def connected(node: Node) -> socket.socket:
+    assert node._metrics is not None
+    return socket.create_connection((HOST, node._metrics.port), timeout=10)
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the node has hung up."""
+    one.setblocking(False)
+    try:
+        return one.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+class Crowd:
+    """Connections that say nothing, or a byte of a request now and then, and come again when they
+    are hung up on."""
+
+    def __init__(self, node: Node, silent: int, dripping: int) -> None:
+        self._node = node
+        self._over = threading.Event()
+        self._members = [(False, connected(node)) for _ in range(silent)]
+        self._members += [(True, connected(node)) for _ in range(dripping)]
+        self._thread = threading.Thread(target=self._stay)
+
+    def _stay(self) -> None:
+        while not self._over.wait(0.05):
+            for i, (drips, one) in enumerate(self._members):
+                gone = ended(one)
+                if drips and not gone:
+                    with suppress(OSError):
+                        one.send(b"G")
+                if gone:
+                    one.close()
+                    self._members[i] = drips, connected(self._node)
+
+    def __enter__(self) -> Crowd:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join(30)
+        for _, one in self._members:
+            one.close()
+
+
+def slowest_s(node: Node, for_s: float) -> float:
+    """The slowest answer of `/live`, asked again and again."""
+    slowest, over = 0.0, time.monotonic() + for_s
+    while time.monotonic() < over:
+        began = time.monotonic()
+        assert ask(node, "/live") == (200, "yes\n")
+        slowest = max(slowest, time.monotonic() - began)
+    return slowest
+
+
+@pytest.mark.parametrize(
+    "for_s", [pytest.param(4.0, id="seconds"), pytest.param(300.0, marks=pytest.mark.long)]
+)
+def test_a_crowd_of_slow_clients_delays_no_probe(node: Node, for_s: float) -> None:
+    """One connection that sent a byte now and then, or four silent ones, did: the kubelet killed
+    the node."""
+    with Crowd(node, silent=200, dripping=200):
+        assert slowest_s(node, for_s) < 1.0
+
+
+def test_a_request_has_its_time_as_a_whole(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.5)
+    with connected(node) as one:
+        began = time.monotonic()
+        while not ended(one):
+            with suppress(OSError):
+                one.send(b"G")
+            time.sleep(0.05)
+            assert time.monotonic() < began + 10
+
+
+def test_an_answer_that_is_not_read_has_its_time_too(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(NodeMetrics, "_response", lambda *_: bytes(64 * MIB))
+    assert node._metrics is not None
+    guests = node._metrics._guests
+    with connected(node) as one:
+        one.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        wait_until(lambda: guests, "it is answered", 10)
+        wait_until(lambda: not guests, "it is hung up on", 10)
+
+
+def test_when_there_is_no_room_the_oldest_of_those_who_have_most_goes(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(metrics, "CONNECTIONS_MAX", 3)
+    assert node._metrics is not None
+    at = (HOST, node._metrics.port)
+    other = socket.create_connection(at, timeout=10, source_address=("127.0.0.2", 0))
+    crowd = [connected(node) for _ in range(3)]
+    wait_until(lambda: ended(crowd[0]), "the first of the crowd is hung up on", 10)
+    assert not any(ended(one) for one in (other, *crowd[1:]))
+    assert ask(node, "/live") == (200, "yes\n")
+    for one in (other, *crowd):
+        one.close()
+
+
+@pytest.mark.parametrize("line", ["Accept: " + "x;" * 2000, "Accept: a/b;version=\xff", ":", "x"])
+def test_odd_headers_end_no_service(node: Node, line: str) -> None:
+    with connected(node) as odd:
+        odd.sendall(f"GET /metrics?name[]=\xff&%zz HTTP/1.1\r\n{line}\r\n\r\n".encode("latin-1"))
+        while odd.recv(65536):
+            pass
+    assert ask(node, "/live") == (200, "yes\n")
+
+
+def test_a_fault_of_ours_ends_one_connection_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeMetrics, "_response", lambda *_: 1 / 0)
+        with connected(node) as one:
+            one.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert one.recv(1) == b""
+    assert ask(node, "/live") == (200, "yes\n")
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready"])
+def test_a_probe_may_ask_for_the_head_alone(node: Node, path: str) -> None:
+    assert ask(node, path, "HEAD") == (200, "")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Lets clients in on the control socket, and ends them when they are dead.
 
-    unheard   a connection that has not said HELLO; of other users there are few (unheard.py)
+    unheard   a connection that has not said HELLO: there are few, of other users very few, so that
+              nobody takes the file descriptors that clients need
     known     its HELLO made it speak for a session (liveness.py). A client that connects again
               goes on with the session that it had: what it said on the older connection counts
               no more
@@ -23,11 +24,15 @@ from kvstore.node.control.control_server import Connection, Work
 from kvstore.node.control.liveness import ClientSession, Sessions
 from kvstore.node.control.permissions import owns_node
 from kvstore.node.control.turns import Turns
-from kvstore.node.control.unheard import UnheardReaders
 from kvstore.protocol import control
 from kvstore.protocol.control import Hello, Op
+from kvstore.system.descriptors import share
+from kvstore.system.waiting import Waiting
 
 log = logging.getLogger("kvstore.node")
+
+UNHEARD_MAX, UNHEARD_READERS_MAX = 512, 32
+"""Connections that have not said HELLO: of the node's own user, and of all others."""
 
 
 class Acts(Protocol):
@@ -76,16 +81,27 @@ class Clients:
         self._holds = holds
         self._takes_saves = takes_saves
         self._has_group = has_group
-        self._unheard = UnheardReaders()
+        self._unheard = Waiting[Connection]()
+        self._unheard_readers = Waiting[Connection]()
 
     def connection(self, kind: type[Connection] = Connection) -> Connection:
         """A connection for one client that comes."""
         return kind(self._made, self._said_hello, self._asked, self._gone, self.turns)
 
     def _made(self, connection: Connection) -> None:
-        if not owns_node(connection.peer_uid()):
+        uid = connection.peer_uid()
+        if owns_node(uid):
+            goes = self._unheard.enter(connection, uid, share(UNHEARD_MAX, 8))
+        else:
             connection.may_only_read()
-            self._unheard.enter(connection)
+            goes = self._unheard_readers.enter(connection, uid, share(UNHEARD_READERS_MAX, 16))
+        if goes is not None:
+            goes.hang_up()
+
+    def _heard(self, connection: Connection) -> None:
+        """Forget a connection that has said HELLO, or is gone."""
+        self._unheard.leave(connection)
+        self._unheard_readers.leave(connection)
 
     def _said_hello(self, connection: Connection, hello: Hello) -> Work | None:
         """Let its client in; what is left to do when it holds, or says it holds, many slots."""
@@ -95,7 +111,7 @@ class Clients:
     def _let_in(self, connection: Connection, hello: Hello) -> Work:
         at_most = self.turns.turn_items
         yield from hello.claims(at_most)
-        self._unheard.leave(connection)
+        self._heard(connection)
         uid = connection.peer_uid()
         ours = owns_node(uid)
         if ours and self._takes_saves:
@@ -160,7 +176,7 @@ class Clients:
             self._node.answer(reply)
 
     def _gone(self, connection: Connection) -> None:
-        self._unheard.leave(connection)
+        self._heard(connection)
         session = connection.session
         if session is not None and session.transport is connection:
             session.transport = None

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvstore.core.events import Reply
 from kvstore.errors import UsageError
+from kvstore.system.descriptors import share
 from kvstore.system.filelock import fd_is_locked
 
 
@@ -86,11 +87,15 @@ class Sessions:
 
         It has a name of its own: nobody becomes another client by knowing its id.
         """
-        if self._readers >= self._clients_max // 2:
-            raise UsageError("readers", self._readers, f"at most {self._clients_max // 2} a node")
+        most = share(self._clients_max // 2, 8)
+        if self._readers >= most:
+            raise UsageError("readers", self._readers, f"at most {most} a node")
         name = f"{uid}/{client_id}"
         if name in self._by_client:
             raise UsageError("client_id", client_id, "is connected already")
+        own, own_most = sum(one.startswith(f"{uid}/") for one in self._by_client), (most + 1) // 2
+        if own >= own_most:
+            raise UsageError("readers", own, f"at most {own_most} of one user")
         session = self._add(name, Path(), None)
         session.transport = transport
         return session

@@ -37,6 +37,7 @@ from kvstore.protocol.stream_handshake import (
     PROOF_BYTES,
     NodeHandshake,
 )
+from kvstore.system.descriptors import share
 from kvstore.system.tcp import listen
 from kvstore.transport.nixl.child import INSTALL
 from kvstore.transport.nixl.process import installed
@@ -134,7 +135,7 @@ class StreamServer:
             if self._stopping:
                 return
             self._stopping = True
-            guests, threads = [*self._guests, *self._unproven.guests], list(self._threads)
+            guests, threads = [*self._guests, *self._unproven], list(self._threads)
         # A plain close would leave it open for as long as the other thread waits in it.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -195,7 +196,7 @@ class StreamServer:
             return None
         guest = Guest(connection, peer[0].removeprefix(V4_IN_V6))
         with self._lock:
-            goes = self._unproven.enter(guest)
+            goes = self._unproven.let_in(guest)
         if goes is not None:
             self._send_off(goes, poll, waiting)
         return guest
@@ -238,7 +239,7 @@ class StreamServer:
 
     def _make_room(self) -> bool:
         """Whether there is room for one more. The caller holds the lock."""
-        if len(self._guests) < STREAM_CONNECTIONS_MAX:
+        if len(self._guests) < share(STREAM_CONNECTIONS_MAX, 4):
             return True
         idle = [(at, id(guest), guest) for guest in self._guests if (at := guest.idle_since)]
         since, _, longest = min(idle, default=(inf, 0, None))

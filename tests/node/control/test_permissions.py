@@ -19,8 +19,8 @@ from stores import MIB, PATIENT
 from kvstore import Client, UsageError
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
+from kvstore.node.control.clients import UNHEARD_READERS_MAX
 from kvstore.node.control.permissions import group_id
-from kvstore.node.control.unheard import UNHEARD_PER_USER_MAX
 from kvstore.protocol.unpacking import READER_BUFFER_BYTES_MAX
 from kvstore.rundir import run_dir as checked_run_dir
 
@@ -241,7 +241,7 @@ print(json.dumps(count - len(hung_up)))
 def test_a_member_that_says_nothing_keeps_few_connections(server: RedisServer) -> None:
     with a_node(server, READERS) as node:
         kept = run_as(ALICE, SAY_NOTHING, str(node.dir.socket), 60, groups=[READERS])
-        assert 0 < kept <= UNHEARD_PER_USER_MAX
+        assert 0 < kept <= UNHEARD_READERS_MAX
         where = (url_of(server), str(node.config.run_dir), PREFIX)
         with client_of(server, node) as owner:
             assert owner.put("k", b"value")

@@ -283,7 +283,7 @@ def test_who_says_nothing_takes_no_thread_and_no_room_from_clients(
     for transport in clients:
         assert read_by(place, transport, block).read is Read.HIT
     assert read_by(place, another(), block).read is Read.HIT, "and another client comes in"
-    assert len(place.node._stream._unproven.guests) <= unproven.STREAM_UNPROVEN_PER_ADDRESS_MAX
+    assert len(place.node._stream._unproven) <= unproven.STREAM_UNPROVEN_MAX
     for connection in crowd:
         connection.close()
 
@@ -315,14 +315,14 @@ def test_who_says_nothing_or_not_enough_is_hung_up_on_soon(served, monkeypatch):
     assert hung_up(says_nothing)
     assert hung_up(begins)
     wait_until(lambda: threads() == 0, "its thread has ended")
-    assert not place.node._stream._unproven.guests
+    assert not len(place.node._stream._unproven)
 
 
 def test_a_client_that_knows_the_secret_is_no_longer_unproven(served):
     place, another = served
     transport = another()
     assert read_by(place, transport, place.save(b"1" * 1000)).read is Read.HIT
-    assert not place.node._stream._unproven.guests
+    assert not len(place.node._stream._unproven)
 
 
 # --- a share for each client -----------------------------------------------------------
@@ -382,15 +382,15 @@ def test_slots_are_reserved_for_little_longer_than_their_bytes_take(place, monke
 def test_the_limits_of_who_proves_nothing_are_small():
     """A handshake takes milliseconds; who takes longer is not worth a place."""
     assert server.STREAM_HANDSHAKE_TIMEOUT_S <= 2.0
-    assert unproven.STREAM_UNPROVEN_PER_ADDRESS_MAX < unproven.STREAM_UNPROVEN_MAX <= 100
+    assert unproven.STREAM_UNPROVEN_MAX <= 100
 
 
 def test_crowds_of_many_addresses_have_one_pool(served, patient_unproven):
     place, _ = served
-    room = unproven.STREAM_UNPROVEN_PER_ADDRESS_MAX
+    room = unproven.STREAM_UNPROVEN_MAX // 2
     crowds = [silent(place, room, f"127.0.0.{10 + i}") for i in range(4)]
     assert hung_up(crowds[0][0])
-    assert len(place.node._stream._unproven.guests) <= unproven.STREAM_UNPROVEN_MAX
+    assert len(place.node._stream._unproven) <= unproven.STREAM_UNPROVEN_MAX
     assert not hung_up_now(crowds[-1][-1])
     for connection in [one for crowd in crowds for one in crowd]:
         connection.close()
