@@ -27,8 +27,9 @@ class Waiting(Generic[Member]):
         self._owners[member] = owner
         return self.pick() if len(self._owners) > most else None
 
-    def leave(self, member: Member) -> None:
-        self._owners.pop(member, None)
+    def leave(self, member: Member) -> bool:
+        """Forget `member`; whether it was there."""
+        return self._owners.pop(member, None) is not None
 
     def pick(self) -> Member | None:
         """Take out the member that came first of the owner who has most: whoever opens many pushes

@@ -33,7 +33,7 @@ from kvstore.limits import (
 )
 from kvstore.machine import REAL, Machine
 from kvstore.node.publishing.event_answers import Answers, EventMessage, Snapshot, Tracker
-from kvstore.node.publishing.event_connections import ListenerConnection
+from kvstore.node.publishing.event_connections import ListenerConnection, ListenerConnections
 from kvstore.protocol.block_events import (
     BlockChanges,
     Source,
@@ -57,6 +57,8 @@ STOP_TIMEOUT_S = 2.0
 LOOK_EVERY_MS = 50
 """How often the thread looks whether an answer was taken, while a question waits for that."""
 _REQUEST_BYTES_MAX = 64
+_TOPIC_BYTES_MAX = 4096
+"""Of what a listener subscribes to."""
 _REQUESTS_AT_ONCE = 64
 _BETWEEN: tuple[list[bytes], ...] = ([], [b""])
 """What may stand between a listener's name and its request: each message of the answer has it."""
@@ -126,10 +128,12 @@ class BlockEvents:
         self._replay.setsockopt(zmq.SNDHWM, 0)  # `Answers` counts, and knows what was taken
         self._replay.setsockopt(zmq.TCP_MAXRT, int(EVENT_ANSWER_TAKEN_S * 1000))
         self._replay.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
+        self._publisher.setsockopt(zmq.MAXMSGSIZE, _TOPIC_BYTES_MAX)
+        self._connections = ListenerConnections(zmq)
+        watched = (self._publisher, self._replay)
+        self._monitors = [self._connections.watch(self._context, one) for one in watched]
         try:
-            for socket, endpoint in zip(
-                (self._publisher, self._replay), self._endpoints, strict=True
-            ):
+            for socket, endpoint in zip(watched, self._endpoints, strict=True):
                 socket.setsockopt(zmq.LINGER, LINGER_MS)
                 socket.setsockopt(zmq.IPV6, 1 if "[" in endpoint else 0)
                 socket.bind(endpoint)
@@ -220,11 +224,14 @@ class BlockEvents:
         poller = zmq.Poller()
         poller.register(self._replay, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
+        for monitor in self._monitors:
+            poller.register(monitor, zmq.POLLIN)
         try:
             while not self._ending:
                 poller.poll(LOOK_EVERY_MS if self._answers.stuck else None)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
+                self._connections.attend(self._monotonic())
                 self._publish()
                 if self._snapshots:
                     self._answers.renew(self._snapshots.popleft())

@@ -1,4 +1,4 @@
-"""Knows the connection by which a question to a ZeroMQ socket came, and can hang up on it.
+"""Knows the connections to the ZeroMQ sockets of a node's events, and can hang up on them.
 
 ZeroMQ names a listener, but neither says when it is gone nor drops it on demand (only drafts of it
 do); a message tells the descriptor it was read from, though. ZeroMQ may have closed that by now,
@@ -11,7 +11,21 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+from collections import deque
 from contextlib import suppress
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+from kvstore.limits import EVENT_CONNECTIONS_MAX
+from kvstore.system.descriptors import share
+from kvstore.system.waiting import Waiting
+
+GREETING_MS = 2000
+"""How long a connection may take to show that it speaks ZeroMQ; then ZeroMQ closes it."""
+_AT_ONCE = 256
+_EVENT = struct.Struct("=hi")
 
 
 class ListenerConnection:
@@ -31,6 +45,15 @@ class ListenerConnection:
             return False
         return self._identity is None or self._identity != _identity(self._fd)
 
+    @cached_property
+    def address(self) -> str:
+        """The host at its other end; empty for one of this host by a path, or that is gone."""
+        if self._fd is not None:
+            with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as connection:
+                peer = connection.getpeername()
+                return str(peer[0]) if isinstance(peer, tuple) else ""
+        return ""
+
     def hang_up(self) -> None:
         """End it, unless it was closed. ZeroMQ sees that as the listener's doing, and drops what
         waits for it."""
@@ -41,6 +64,61 @@ class ListenerConnection:
             same = self._identity == _identity(connection.fileno())
             if same and _is_at(connection, self._endpoint):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+class ListenerConnections:
+    """All connections to the sockets of one node's events. Not thread-safe.
+
+    ZeroMQ tells when each comes and goes, and not that it has greeted: but who is there for longer
+    than `GREETING_MS` has. Where there is no room, one of the others is hung up on first."""
+
+    def __init__(self, zmq: ModuleType) -> None:
+        self._zmq = zmq
+        self._monitors: list[Any] = []
+        self._known: dict[tuple[int, int], ListenerConnection] = {}
+        """By socket and descriptor."""
+        self._came: deque[tuple[float, ListenerConnection]] = deque()
+        """Those that may not have greeted, and when they came."""
+        self._new, self._greeted = Waiting[ListenerConnection](), Waiting[ListenerConnection]()
+
+    def watch(self, context: Any, listening: Any) -> Any:
+        """Hear of the connections of a ZeroMQ socket that is yet to be bound. `attend` is to be
+        called when the socket that is returned can be read."""
+        zmq, name = self._zmq, f"inproc://monitor-{len(self._monitors)}"
+        listening.setsockopt(zmq.HANDSHAKE_IVL, GREETING_MS)
+        listening.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        monitor = context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.RCVHWM, 0)  # else ZeroMQ's thread would wait for this one
+        monitor.connect(name)
+        self._monitors.append(monitor)
+        return monitor
+
+    def attend(self, now: float) -> None:
+        """Note who has come and gone, and hang up on those who are too many."""
+        most = share(EVENT_CONNECTIONS_MAX, 8)
+        while self._came and self._came[0][0] < now - GREETING_MS / 1000:
+            _, greeted = self._came.popleft()
+            if self._new.leave(greeted):
+                self._greeted.enter(greeted, greeted.address, most)
+        for number, monitor in enumerate(self._monitors):
+            for _ in range(_AT_ONCE):
+                try:
+                    event, endpoint = monitor.recv_multipart(self._zmq.NOBLOCK)
+                except self._zmq.Again:
+                    break
+                what, fd = _EVENT.unpack(event)
+                gone = self._known.pop((number, fd), None)
+                if gone is not None and not self._new.leave(gone):
+                    self._greeted.leave(gone)
+                if what == self._zmq.EVENT_ACCEPTED:
+                    one = ListenerConnection(fd, endpoint.decode())
+                    self._known[number, fd] = one
+                    self._came.append((now, one))
+                    self._new.enter(one, one.address, most)
+                    if len(self._new) + len(self._greeted) > most:
+                        full = self._new if len(self._new) > 1 else self._greeted
+                        if (goes := full.pick()) is not None:
+                            goes.hang_up()
 
 
 def _identity(fd: int) -> tuple[int, int] | None:
