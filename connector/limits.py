@@ -241,13 +241,23 @@ POLL_MIN_S: Seconds = 0.0005
 POLL_MAX_S: Seconds = 0.01
 """What that pause doubles up to."""
 ROUTER_IN_FLIGHT_MAX: Count = 4096
-"""Requests that a router has at a time; one more is told to come back."""
+"""Requests that a router has at a time; one more is told to come back. Nor are they more than three
+in eight of the files that the router may open: each takes two."""
 ROUTER_BODY_BYTES_MAX: Count = 16 << 20
 """One request's body."""
 ROUTER_LISTS_MAX: Count = 1 << 18
 """Lists and objects in it, counted by their brackets before it is parsed."""
 ROUTER_VALUES_MAX: Count = 1 << 20
 """Values in it, counted by their commas: the tokens of the longest prompts."""
+ROUTER_HEADERS_BYTES_MAX = 64 << 10
+"""One line of a request's head, and one of an engine's answer."""
+ROUTER_HEAD_TIMEOUT_S: Seconds = 10.0
+"""How long the head of a connection's first request may take to come."""
+ROUTER_IDLE_TIMEOUT_S: Seconds = 75.0
+"""How long a connection stays open after an answer, until the head of its next request is there."""
+ROUTER_IDLE_CLIENTS_MAX: Count = 8192
+"""Connections without a request; for a new one the oldest of the address with most of them is
+closed. Nor are they more than an eighth of the files that the router may open."""
 ROUTER_BODY_TIMEOUT_S: Seconds = 30.0
 """How long a body may take to come, of a request's time."""
 ROUTER_STOP_S: Seconds = 10.0

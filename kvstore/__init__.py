@@ -63,6 +63,9 @@ from kvstore.settings.reader import (
     known_names,
     read_settings,
 )
+from kvstore.system.descriptors import raise_limit as raise_open_files_limit
+from kvstore.system.descriptors import share as open_files_share
+from kvstore.system.waiting import Waiting
 from kvstore.system.last_resort import name_our_lines
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
@@ -119,6 +122,9 @@ __all__ = [
     "Reservation",
     "PoolMapping",
     "copy_bytes",
+    "raise_open_files_limit",
+    "open_files_share",
+    "Waiting",
     "chained_hashes",
     "in_batches",
     "Key",

@@ -14,9 +14,16 @@ from aiohttp import web
 from connector.limits import (
     ROUTER_BODY_BYTES_MAX,
     ROUTER_BODY_TIMEOUT_S,
+    ROUTER_IN_FLIGHT_MAX,
     ROUTER_LISTS_MAX,
     ROUTER_VALUES_MAX,
 )
+from kvstore import open_files_share
+
+
+def most_in_flight() -> int:
+    """Return how many requests there may be at a time: each takes two file descriptors."""
+    return min(ROUTER_IN_FLIGHT_MAX, 3 * open_files_share(ROUTER_IN_FLIGHT_MAX, 8))
 
 
 class BodyRefusedError(Exception):
@@ -31,18 +38,28 @@ class Incoming:
     """Reads bodies, and knows which have not come yet."""
 
     def __init__(self) -> None:
-        self._coming: set[asyncio.Transport] = set()
-        """Of requests whose bodies have not come."""
+        self._coming: dict[asyncio.Transport, None] = {}
+        """Of requests whose bodies have not come, in the order in which they began."""
 
     async def body(self, request: web.Request, timeout_s: float) -> dict[str, object]:
         """Return the JSON object that is the request's body. Raises `BodyRefusedError`."""
         return _json_object(await self.octets(request, timeout_s))
 
     async def octets(self, request: web.Request, timeout_s: float) -> bytes:
-        """Return the request's body as it came. Raises `BodyRefusedError`."""
+        """Return the request's body as it came. Raises `BodyRefusedError`.
+
+        Of all in flight at most half may be waiting for their bodies: for one more the oldest is
+        hung up on, so that slow ones do not keep others out.
+        """
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise BodyRefusedError(415, "the body is packed (Content-Encoding): send it as it is")
         transport = request.transport
         if transport is not None:
-            self._coming.add(transport)
+            if len(self._coming) >= max(most_in_flight() // 2, 1):
+                oldest = next(iter(self._coming))
+                del self._coming[oldest]
+                oldest.abort()
+            self._coming[transport] = None
         try:
             async with asyncio.timeout(min(timeout_s, ROUTER_BODY_TIMEOUT_S)):
                 raw: bytes = await request.read()
@@ -51,15 +68,16 @@ class Incoming:
             raise BodyRefusedError(413, why) from e
         except TimeoutError as e:
             raise BodyRefusedError(408, "the body has not come in time") from e
-        except web.RequestPayloadError as e:  # it is not packed as its head says
+        except web.RequestPayloadError as e:  # it is not cut as its head says
             raise BodyRefusedError(400, "the body cannot be read") from e
         finally:
-            self._coming -= {transport}
+            if transport is not None:
+                self._coming.pop(transport, None)
         return raw
 
     async def hang_up(self, app: web.Application) -> None:
         """End the requests whose bodies have not come: a router that ends waits for none."""
-        for transport in self._coming:
+        for transport in list(self._coming):
             transport.abort()
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
+import signal
 import sys
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from connector.limits import ROUTER_STOP_S
+from connector.router.clients import Clients
 from connector.router.discovery import SCHEME, Name
 from connector.router.prefix import Prefixes
 from connector.router.routing import Engine, EngineFleet, Role
 from connector.router.server import Router, RouterSettings
-from kvstore import KVStoreError, Locator, Residency
+from kvstore import KVStoreError, Locator, Residency, raise_open_files_limit
 
 EPILOG = """An engine is http://HOST:PORT, or http://HOST:PORT@NODE, where NODE is the memory node
 that it reads without a network: its name, or its host's as `kvstore stat` shows it. Requests go
@@ -75,13 +78,32 @@ def main() -> int:
     except KVStoreError as e:
         print(f"kvstore-router: {e}", file=sys.stderr)
         return 1
+    raise_open_files_limit()
     app = Router(fleet, Prefixes(locator, residency), settings, names).app()
-    web.run_app(
+    try:
+        asyncio.run(serve(app, options.host, options.port))
+    except OSError as e:
+        print(f"kvstore-router: {options.host}:{options.port} cannot be used: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def serve(app: web.Application, host: str, port: int) -> None:
+    """Serve until a signal says to end. Raises `OSError` when the address cannot be used."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    runner = web.AppRunner(
         app,
-        host=options.host,
-        port=options.port,
-        print=None,
         handler_cancellation=True,  # a client that hangs up ends its request in the engine too
         shutdown_timeout=ROUTER_STOP_S / 2,  # which aiohttp waits twice
     )
-    return 0
+    await runner.setup()
+    assert runner.server is not None
+    clients = Clients(runner.server)
+    try:
+        await clients.listen(host, port)
+        await stop.wait()
+    finally:
+        clients.close()
+        await runner.cleanup()

@@ -7,7 +7,8 @@ engine computes what it does not find.
 
 Must never happen: a wait without a deadline; a request that is tried again once its client
 has had a part of an answer (the connection is broken off then); an engine that is marked as failed
-because a client hung up or its own time was over.
+because a client hung up, its own time was over, or by any answer: one request that makes engines
+say 500 would have all of them passed over.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from aiohttp import web
 
 from connector.limits import (
     ROUTER_BODY_BYTES_MAX,
-    ROUTER_IN_FLIGHT_MAX,
+    ROUTER_HEADERS_BYTES_MAX,
     ROUTER_TOKENIZE_TIMEOUT_S,
 )
 from connector.router.blocks import BlocksAsked, UnknownModelError, where_blocks
@@ -40,12 +41,21 @@ from connector.router.bodies import (
     text_only,
     token_list,
 )
+from connector.router.clients import client_of
 from connector.router.discovery import Name, keep_resolving, resolve
-from connector.router.incoming import BodyRefusedError, Incoming
+from connector.router.incoming import BodyRefusedError, Incoming, most_in_flight
 from connector.router.metrics import exposition
 from connector.router.prefix import Prefix, Prefixes
 from connector.router.routing import Engine, EngineFleet, Role, needs_prefill
-from connector.router.upstream import Answer, EngineFailedError, TooLateError, Upstream
+from connector.router.upstream import (
+    SERVER_ERROR,
+    Answer,
+    EngineFailedError,
+    NoAnswerError,
+    NoDescriptorsError,
+    TooLateError,
+    Upstream,
+)
 from kvstore import NumberRange, UsageError, check_settings
 
 log = logging.getLogger("kvstore.router")
@@ -58,7 +68,9 @@ PREFILL_SHARE = 0.5
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 2.0, 2.0
 REQUEST_ID = "X-Request-Id"
 PASSED_HEADERS = ("Authorization", REQUEST_ID, "traceparent", "tracestate")
-PASSED_BACK = ("Content-Type", "Retry-After")
+PASSED_BACK = ("Content-Type", "Content-Encoding", "Retry-After")
+BRIEF, BRIEF_S = ("/health", "/engines", "/metrics"), 10.0
+"""What is answered however much is in flight, and how long a client may take for such an answer."""
 OCTETS = "application/octet-stream"
 
 
@@ -119,7 +131,16 @@ class Router:
         self._upstream: Upstream | None = None
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=ROUTER_BODY_BYTES_MAX)
+        app = web.Application(
+            client_max_size=ROUTER_BODY_BYTES_MAX,
+            middlewares=[self._bounded],
+            handler_args={
+                # aiohttp would unpack a body in the loop, before anybody has asked for it.
+                "auto_decompress": False,
+                "max_line_size": ROUTER_HEADERS_BYTES_MAX,
+                "max_field_size": ROUTER_HEADERS_BYTES_MAX,
+            },
+        )
         app.add_routes(
             [
                 web.post(COMPLETIONS, self._complete),
@@ -157,9 +178,10 @@ class Router:
 
     async def _probe(self) -> None:
         async def one(engine: Engine) -> None:
-            if await self._up.healthy(engine, PROBE_TIMEOUT_S):
+            healthy = await self._up.healthy(engine, PROBE_TIMEOUT_S)
+            if healthy:
                 engine.answered()
-            else:
+            elif healthy is not None:
                 engine.missed_probe(time.monotonic())
 
         await asyncio.gather(*map(one, self._fleet.engines))
@@ -171,29 +193,43 @@ class Router:
 
     # One request
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._handled(request, self._routed)
-
-    async def _handled(
+    @web.middleware
+    async def _bounded(
         self,
         request: web.Request,
-        answer: Callable[[web.Request, _Job], Awaitable[web.StreamResponse]],
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Return the `answer` to a request, or why there is none."""
-        if self._in_flight >= ROUTER_IN_FLIGHT_MAX:
-            come_back = {"Retry-After": str(COME_BACK_S)}
-            return _error(503, f"{ROUTER_IN_FLIGHT_MAX} requests are in flight", come_back)
-        self._in_flight += 1  # from here on: a body that is slow to come is memory, too
+        """Send the answer to a request, or why there is none; both within their limits."""
+        client = client_of(request)
+        if client is not None:
+            client.begins()
+        brief = request.path in BRIEF
+        if not brief and self._in_flight >= most_in_flight():
+            refused = _come_back(f"{most_in_flight()} requests are in flight")
+            refused.force_close()
+            if client is not None:
+                client.ends()
+            return refused
+        self._in_flight += not brief  # from here on: a body that is slow to come is memory, too
+        deadline = time.monotonic() + (BRIEF_S if brief else self._settings.timeout_s)
         try:
-            return await answer(request, self._job(request))
-        except BodyRefusedError as e:
-            return _error(e.status, str(e))
+            try:
+                out = await handler(request)
+            except BodyRefusedError as e:
+                out = _error(e.status, str(e))
+            async with _to_client(request, max(deadline - time.monotonic(), BRIEF_S)):
+                await out.prepare(request)
+                await out.write_eof()
+            return out
         except ClientGoneError:
             return web.Response(status=499)  # to nobody
         finally:
-            self._in_flight -= 1
+            self._in_flight -= not brief
+            if client is not None:
+                client.ends()
 
-    async def _routed(self, request: web.Request, job: _Job) -> web.StreamResponse:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        job = self._job(request)
         job.body = await self._incoming.body(request, job.left_s())
         job.prefix = await self._prefixes.find(job.model, await self._tokens(job))
         await self._prefill(job)
@@ -246,12 +282,15 @@ class Router:
             tried.append(engine)
             try:
                 answer = await self._up.ask(engine, job.path, body, job.headers, deadline)
+            except NoDescriptorsError:
+                return
             except TooLateError as e:
                 log.warning("prefill: %s", e)
                 return
             except EngineFailedError as e:
                 log.warning("prefill: %s", e)
-                engine.failed(time.monotonic())
+                if isinstance(e, NoAnswerError):
+                    engine.failed(time.monotonic())
                 continue
             if answer is not None:
                 job.prefilled_at = engine.url
@@ -280,6 +319,12 @@ class Router:
                 async with self._up.send(
                     engine, job.path, job.body, job.headers, job.deadline
                 ) as answer:
+                    if answer.status >= SERVER_ERROR:
+                        engine.failures += 1
+                        reason = f"{engine.url} answered {answer.status}"
+                        if len(tried) < ATTEMPTS_MAX and self._other(tried):
+                            log.warning("decode: %s", reason)
+                            continue  # else the client is told as the engine says it
                     head = _head(job, engine, answer)
                     if not (job.body or {}).get("stream"):
                         # Whole, so that an engine that dies half way costs no request.
@@ -297,10 +342,12 @@ class Router:
                     await out.write_eof()
                 return out
             except EngineFailedError as e:
-                log.warning("decode: %s", e)
-                if not isinstance(e, TooLateError):
-                    engine.failed(time.monotonic())
                 reason = str(e)
+                if isinstance(e, NoDescriptorsError) and out is None:
+                    return _come_back("no file descriptor is left")
+                log.warning("decode: %s", e)
+                if isinstance(e, NoAnswerError):
+                    engine.failed(time.monotonic())
                 if out is not None:
                     # The client has had a part: an end without the last chunk says that it broke.
                     if request.transport is not None:
@@ -309,6 +356,10 @@ class Router:
         if time.monotonic() >= job.deadline:
             return _error(504, f"no answer in {self._settings.timeout_s:g} s: {reason}", _head(job))
         return _error(502, reason, _head(job))
+
+    def _other(self, tried: Sequence[Engine]) -> bool:
+        """Return whether a decode engine was not tried yet."""
+        return self._fleet.choose(Role.DECODE, {}, time.monotonic(), tried) is not None
 
     # About the router
 
@@ -325,24 +376,22 @@ class Router:
         now = time.monotonic()
         return web.json_response([asdict(e) | {"up": e.up(now)} for e in self._fleet.engines])
 
-    async def _blocks(self, request: web.Request) -> web.StreamResponse:
-        return await self._handled(request, self._where_blocks)
-
-    async def _where_blocks(self, request: web.Request, job: _Job) -> web.Response:
+    async def _blocks(self, request: web.Request) -> web.Response:
         """Return which leading blocks of a prompt are where, for routers of others."""
+        timeout_s = self._settings.timeout_s
         try:
             if request.content_type == OCTETS:
-                raw = await self._incoming.octets(request, job.left_s())
+                raw = await self._incoming.octets(request, timeout_s)
                 asked = BlocksAsked.of_octets(request.query, raw)
             else:
-                asked = BlocksAsked.of(await self._incoming.body(request, job.left_s()))
+                asked = BlocksAsked.of(await self._incoming.body(request, timeout_s))
             return web.json_response(await where_blocks(self._prefixes, asked))
         except UsageError as e:
             return _error(400, str(e))
         except UnknownModelError as e:
             return _error(404, str(e))
         except TimeoutError:
-            return _error(503, "the index does not answer", {"Retry-After": str(COME_BACK_S)})
+            return _come_back("the index does not answer")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=exposition(self._fleet.engines, time.monotonic()))
@@ -379,6 +428,10 @@ def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None)
         head["Content-Type"] = "application/json"
         head |= {name: answer.headers[name] for name in PASSED_BACK if name in answer.headers}
     return head
+
+
+def _come_back(message: str) -> web.Response:
+    return _error(503, message, {"Retry-After": str(COME_BACK_S)})
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -7,11 +7,17 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 
-from connector.limits import ROUTER_ANSWER_BYTES_MAX
+from connector.limits import (
+    ROUTER_ANSWER_BYTES_MAX,
+    ROUTER_HEADERS_BYTES_MAX,
+    ROUTER_IN_FLIGHT_MAX,
+)
+from connector.router.clients import NO_DESCRIPTORS, say_no_descriptors
+from connector.router.incoming import most_in_flight
 from connector.router.routing import Engine
 
 CONNECT_TIMEOUT_S = 2.0
@@ -26,6 +32,15 @@ T = TypeVar("T")
 
 class EngineFailedError(Exception):
     """An engine did not do its part: ask another one."""
+
+
+class NoAnswerError(EngineFailedError):
+    """An engine cannot be reached, broke off or hangs. That is the one failure that says something
+    of the engine and not only of the request."""
+
+
+class NoDescriptorsError(EngineFailedError):
+    """This process has no file descriptor left. That is no engine's fault."""
 
 
 class TooLateError(EngineFailedError):
@@ -64,7 +79,7 @@ class Answer:
 async def _patiently(engine: Engine, deadline: float, wait: Callable[[], Awaitable[T]]) -> T:
     """Return what `wait` returns; it is called again when it takes long and the engine is well.
 
-    Raises `EngineFailedError`, and `TooLateError` at `deadline`.
+    Raises `NoAnswerError`, and `TooLateError` at `deadline`.
     """
     while True:
         limit = asyncio.timeout(min(SILENT_S, deadline - time.monotonic()))
@@ -77,7 +92,7 @@ async def _patiently(engine: Engine, deadline: float, wait: Callable[[], Awaitab
         if time.monotonic() >= deadline:
             raise TooLateError(f"{engine.url} has not answered in time")
         if engine.hangs:
-            raise EngineFailedError(
+            raise NoAnswerError(
                 f"{engine.url} sent nothing for {SILENT_S} s and fails its health probes"
             )
 
@@ -86,20 +101,29 @@ class Upstream:
     """Calls all engines by one HTTP client. Connections are kept."""
 
     def __init__(self) -> None:
-        # The server bounds requests in flight.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector)
+        # The server bounds requests in flight. Where descriptors do, none is kept idle.
+        scarce = most_in_flight() < ROUTER_IN_FLIGHT_MAX
+        keep: dict[str, Any] = {} if scarce else {"keepalive_timeout": KEEPALIVE_S}
+        connector = aiohttp.TCPConnector(limit=0, force_close=scarce, **keep)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,  # an answer is passed on as it came
+            max_line_size=ROUTER_HEADERS_BYTES_MAX,
+            max_field_size=ROUTER_HEADERS_BYTES_MAX,
+        )
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def healthy(self, engine: Engine, timeout_s: float) -> bool:
+    async def healthy(self, engine: Engine, timeout_s: float) -> bool | None:
+        """Return whether it answers its probe; None when this process cannot ask."""
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(f"{engine.url}/health", timeout=timeout) as answer:
                 return bool(answer.status < SERVER_ERROR)
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+        except (aiohttp.ClientError, TimeoutError) as e:
+            return None if isinstance(_failure(engine, e), NoDescriptorsError) else False
 
     @asynccontextmanager
     async def send(
@@ -110,10 +134,11 @@ class Upstream:
         headers: Mapping[str, str],
         deadline: float,
     ) -> AsyncIterator[Answer]:
-        """The engine's answer, once its head is there. A POST, without a body a GET.
+        """The engine's answer, once its head is there, whatever its status. A POST, without a body
+        a GET.
 
-        Raises `EngineFailedError` when it cannot be reached, breaks off, hangs or says that
-        the fault is its own, and `TooLateError` at `deadline` (of `time.monotonic`).
+        Raises `NoAnswerError` when it cannot be reached, breaks off or hangs, `EngineFailedError`
+        when its answer cannot be read, and `TooLateError` at `deadline` (of `time.monotonic`).
         """
         engine.in_flight += 1
         request = self._session.request(
@@ -127,11 +152,9 @@ class Upstream:
         head = asyncio.ensure_future(request)
         try:
             async with await _patiently(engine, deadline, lambda: asyncio.shield(head)) as response:
-                if response.status >= SERVER_ERROR:
-                    raise EngineFailedError(f"{engine.url} answered {response.status}")
                 yield Answer(engine, response, deadline)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as e:
-            raise EngineFailedError(f"{engine.url}: {type(e).__name__} {e}".rstrip()) from e
+            raise _failure(engine, e) from e
         finally:
             head.cancel()
             engine.in_flight -= 1
@@ -145,9 +168,12 @@ class Upstream:
         deadline: float,
     ) -> dict[str, object] | None:
         """Return a JSON object; None when the engine refuses the question (4xx). Raises like
-        `send`."""
+        `send`, and `EngineFailedError` when it says that the fault is its own."""
         async with self.send(engine, path, body, headers, deadline) as answer:
             raw = await answer.whole()
+            if answer.status >= SERVER_ERROR:
+                engine.failures += 1
+                raise EngineFailedError(f"{engine.url} answered {answer.status}")
             if answer.status >= CLIENT_ERROR:
                 return None
         try:
@@ -161,3 +187,14 @@ class Upstream:
         if not isinstance(found, dict):
             raise EngineFailedError(f"{engine.url}{path} answered no JSON object")
         return found
+
+
+def _failure(engine: Engine, error: BaseException) -> EngineFailedError:
+    """Return what an error of aiohttp's says of the engine."""
+    told = f"{engine.url}: {type(error).__name__} {error}".rstrip()
+    if getattr(error, "errno", None) in NO_DESCRIPTORS:
+        say_no_descriptors(error)
+        return NoDescriptorsError(told)
+    if isinstance(error, aiohttp.ClientResponseError):  # an answer, though not of HTTP
+        return EngineFailedError(told)
+    return NoAnswerError(told)

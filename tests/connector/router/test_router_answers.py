@@ -207,7 +207,7 @@ def test_values_are_counted_as_a_parser_finds_them(value: Any) -> None:
 def test_whoever_asks_for_blocks_is_in_flight_as_others_are(
     no_index: Locator, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "ROUTER_IN_FLIGHT_MAX", 0)
+    monkeypatch.setattr(incoming, "ROUTER_IN_FLIGHT_MAX", 0)
 
     async def scenario() -> None:
         async with routed(no_index, [], [FakeEngine(talk)]) as router:

@@ -131,7 +131,7 @@ def test_a_client_that_stops_reading_holds_an_engine_no_longer_than_a_request_ma
 def test_requests_whose_bodies_are_still_coming_count_as_in_flight(
     no_index: Locator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "ROUTER_IN_FLIGHT_MAX", 1)
+    monkeypatch.setattr(incoming, "ROUTER_IN_FLIGHT_MAX", 1)
 
     async def scenario() -> None:
         async with routed(no_index, [], [FakeEngine(talk)]) as router:

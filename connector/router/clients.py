@@ -1,0 +1,145 @@
+"""Accepts the router's clients: a few at a time, each with a deadline for its request's head, and
+no more idle ones than a share of the files that the router may open.
+
+aiohttp speaks HTTP with them. asyncio's own server, with no file descriptor left, would log each
+place in its queue, a hundred times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from connector.limits import ROUTER_HEAD_TIMEOUT_S, ROUTER_IDLE_CLIENTS_MAX, ROUTER_IDLE_TIMEOUT_S
+from connector.rate import Rate
+from kvstore import Waiting, open_files_share
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+log = logging.getLogger("kvstore.router")
+
+BACKLOG = 1024
+ACCEPTED_AT_ONCE = 16
+"""Connections that are taken before those that are there are served again."""
+ACCEPT_PAUSE_S = 0.2
+"""After a connection that could not be taken."""
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_no_descriptors = Rate(1, 60.0)
+
+
+def say_no_descriptors(error: object) -> None:
+    """Log that this process has no file descriptor left, once a minute."""
+    if _no_descriptors.allows(time.monotonic()):
+        more = f" ({_no_descriptors.refused} more like this)" if _no_descriptors.refused else ""
+        log.warning("no file descriptor is left: %s; see `ulimit -n`%s", error, more)
+        _no_descriptors.refused = 0
+
+
+class Client:
+    """A client's connection: what asyncio tells of it goes on to aiohttp's protocol. It is idle
+    until a request's head is there, and after each answer."""
+
+    def __init__(self, protocol: asyncio.Protocol, idle: Waiting[Client]) -> None:
+        self._protocol = protocol
+        self._idle = idle
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol, name)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self._address = peer[0] if isinstance(peer, tuple) else ""
+        self._protocol.connection_made(transport)
+        self._rests(ROUTER_HEAD_TIMEOUT_S)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.begins()
+        self._protocol.connection_lost(error)
+
+    def begins(self) -> None:
+        """A request's head is there, or the connection is gone."""
+        self._idle.leave(self)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def ends(self) -> None:
+        """It was answered."""
+        if not self._transport.is_closing():
+            self._rests(ROUTER_IDLE_TIMEOUT_S)
+
+    def _rests(self, timeout_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._transport.abort)
+        most = open_files_share(ROUTER_IDLE_CLIENTS_MAX, 8)
+        goes = self._idle.enter(self, self._address, most)
+        if goes is not None:
+            goes._transport.abort()
+
+
+def client_of(request: web.Request) -> Client | None:
+    """Return the connection that a request came by; None when it is gone, or another's."""
+    transport = request.transport
+    protocol: object = None if transport is None else transport.get_protocol()
+    return protocol if isinstance(protocol, Client) else None
+
+
+class Clients:
+    """All clients of one router."""
+
+    def __init__(self, make: Callable[[], asyncio.Protocol]) -> None:
+        """`make` gives aiohttp's protocol for a new connection."""
+        self._make = make
+        self._idle = Waiting[Client]()
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[socket.socket] = []
+        self._entering: set[asyncio.Task[Any]] = set()
+
+    async def listen(self, host: str, port: int) -> None:
+        """Accept clients at all addresses of `host`. Raises `OSError`."""
+        # It looks the name up and binds; what it would accept is accepted here.
+        bound = await self._loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+        self._listeners = [socket.socket(fileno=os.dup(one.fileno())) for one in bound.sockets]
+        bound.close()
+        for listener in self._listeners:
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            self._watch(listener)
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+
+    def _watch(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as e:
+                say_no_descriptors(e)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(ACCEPT_PAUSE_S, self._watch, listener)
+                return
+            connection.setblocking(False)
+            task = self._loop.create_task(self._enter(connection))
+            self._entering.add(task)
+            task.add_done_callback(self._entering.discard)
+
+    async def _enter(self, connection: socket.socket) -> None:
+        client = cast("asyncio.Protocol", Client(self._make(), self._idle))
+        with suppress(OSError):
+            await self._loop.connect_accepted_socket(lambda: client, connection)
