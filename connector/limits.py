@@ -257,7 +257,8 @@ ROUTER_IDLE_TIMEOUT_S: Seconds = 75.0
 """How long a connection stays open after an answer, until the head of its next request is there."""
 ROUTER_IDLE_CLIENTS_MAX: Count = 8192
 """Connections without a request; for a new one the oldest of the address with most of them is
-closed. Nor are they more than an eighth of the files that the router may open."""
+closed. Nor are they, with two for each request in flight, more than half of the files that the
+router may open, or a sixteenth beside requests that take those."""
 ROUTER_BODY_TIMEOUT_S: Seconds = 30.0
 """How long a body may take to come, of a request's time."""
 ROUTER_STOP_S: Seconds = 10.0

@@ -29,8 +29,10 @@ log = logging.getLogger("kvstore.router")
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
 """Connections that are taken before those that are there are served again."""
-ACCEPT_PAUSE_S = 0.2
-"""After a connection that could not be taken."""
+ACCEPT_PAUSE_S = 0.05
+"""After a connection that could not be taken, or has no room: it waits in the kernel's queue."""
+IDLE_MIN_S = 1.0
+"""For so long nobody who is idle goes for another: many may come together, each with a request."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _no_descriptors = Rate(1, 60.0)
 
@@ -47,9 +49,12 @@ class Client:
     """A client's connection: what asyncio tells of it goes on to aiohttp's protocol. It is idle
     until a request's head is there, and after each answer."""
 
-    def __init__(self, protocol: asyncio.Protocol, idle: Waiting[Client]) -> None:
+    def __init__(
+        self, protocol: asyncio.Protocol, idle: Waiting[Client], busy: set[Client]
+    ) -> None:
         self._protocol = protocol
         self._idle = idle
+        self._busy = busy
         self._timer: asyncio.TimerHandle | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -64,25 +69,30 @@ class Client:
 
     def connection_lost(self, error: Exception | None) -> None:
         self.begins()
+        self._busy.discard(self)
         self._protocol.connection_lost(error)
 
     def begins(self) -> None:
-        """A request's head is there, or the connection is gone."""
+        """A request's head is there."""
         self._idle.leave(self)
+        self._busy.add(self)
         if self._timer is not None:
             self._timer.cancel()
 
     def ends(self) -> None:
         """It was answered."""
+        self._busy.discard(self)
         if not self._transport.is_closing():
             self._rests(ROUTER_IDLE_TIMEOUT_S)
 
+    def hang_up(self) -> None:
+        self._idle.leave(self)
+        self._transport.abort()
+
     def _rests(self, timeout_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._transport.abort)
-        most = open_files_share(ROUTER_IDLE_CLIENTS_MAX, 8)
-        goes = self._idle.enter(self, self._address, most)
-        if goes is not None:
-            goes._transport.abort()
+        self.idle_since = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.hang_up)
+        self._idle.enter(self, self._address)
 
 
 def client_of(request: web.Request) -> Client | None:
@@ -98,7 +108,7 @@ class Clients:
     def __init__(self, make: Callable[[], asyncio.Protocol]) -> None:
         """`make` gives aiohttp's protocol for a new connection."""
         self._make = make
-        self._idle = Waiting[Client]()
+        self._idle, self._busy = Waiting[Client](), set[Client]()
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
         self._entering: set[asyncio.Task[Any]] = set()
@@ -123,16 +133,34 @@ class Clients:
         if listener.fileno() >= 0:
             self._loop.add_reader(listener, self._accept, listener)
 
+    def _has_room(self) -> bool:
+        """Whether one more may come in; where there is none, one that had its time goes for it."""
+        most = open_files_share(ROUTER_IDLE_CLIENTS_MAX, 2) - 2 * len(self._busy)
+        most = max(most, open_files_share(ROUTER_IDLE_CLIENTS_MAX, 16))
+        if len(self._idle) + len(self._entering) < most:
+            return True
+        goes = self._idle.next()
+        if goes is None or time.monotonic() < goes.idle_since + IDLE_MIN_S:
+            return False
+        goes.hang_up()
+        return True
+
+    def _pause(self, listener: socket.socket) -> None:
+        self._loop.remove_reader(listener)
+        self._loop.call_later(ACCEPT_PAUSE_S, self._watch, listener)
+
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
+            if not self._has_room():
+                self._pause(listener)
+                return
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as e:
                 say_no_descriptors(e)
-                self._loop.remove_reader(listener)
-                self._loop.call_later(ACCEPT_PAUSE_S, self._watch, listener)
+                self._pause(listener)
                 return
             connection.setblocking(False)
             task = self._loop.create_task(self._enter(connection))
@@ -140,6 +168,6 @@ class Clients:
             task.add_done_callback(self._entering.discard)
 
     async def _enter(self, connection: socket.socket) -> None:
-        client = cast("asyncio.Protocol", Client(self._make(), self._idle))
+        client = cast("asyncio.Protocol", Client(self._make(), self._idle, self._busy))
         with suppress(OSError):
             await self._loop.connect_accepted_socket(lambda: client, connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
+from math import inf
 from typing import Generic, TypeVar
 
 Member = TypeVar("Member", bound=Hashable)
@@ -22,20 +23,22 @@ class Waiting(Generic[Member]):
     def __iter__(self) -> Iterator[Member]:
         return iter(self._owners)
 
-    def enter(self, member: Member, owner: Hashable, most: int) -> Member | None:
-        """Let `member` in. Return the one to be closed where there are more than `most` then."""
+    def enter(self, member: Member, owner: Hashable, most: float = inf) -> Member | None:
+        """Let `member` in. Return the one to be closed where there are more than `most` then: it
+        is in here no longer."""
         self._owners[member] = owner
-        return self.pick() if len(self._owners) > most else None
+        goes = self.next() if len(self._owners) > most else None
+        if goes is not None:
+            del self._owners[goes]
+        return goes
 
     def leave(self, member: Member) -> bool:
         """Forget `member`; whether it was there."""
         return self._owners.pop(member, None) is not None
 
-    def pick(self) -> Member | None:
-        """Take out the member that came first of the owner who has most: whoever opens many pushes
-        out their own. None when there is none."""
-        for most_of_all, _ in Counter(self._owners.values()).most_common(1):
-            picked = next(one for one, owner in self._owners.items() if owner == most_of_all)
-            del self._owners[picked]
-            return picked
+    def next(self) -> Member | None:
+        """Return who is to be closed next, None when nobody is here: the one that came first of the
+        owner who has most. Whoever opens many pushes out their own."""
+        for crowd, _ in Counter(self._owners.values()).most_common(1):
+            return next(one for one, owner in self._owners.items() if owner == crowd)
         return None

@@ -22,13 +22,17 @@ def test_who_opens_many_pushes_out_their_own() -> None:
     assert waiting.enter(10, "third", 4) == 7
 
 
-def test_who_has_left_is_not_picked() -> None:
+def test_who_has_left_is_not_the_next() -> None:
     waiting = Waiting[int]()
     for i in range(3):
         waiting.enter(i, "a", 9)
     assert waiting.leave(0)
     assert not waiting.leave(0)
-    assert [waiting.pick() for _ in range(3)] == [1, 2, None]
+    assert waiting.next() == waiting.next() == 1
+    waiting.leave(1)
+    assert waiting.next() == 2
+    waiting.leave(2)
+    assert waiting.next() is None
 
 
 @given(st.lists(st.sampled_from("aab"), max_size=40), st.integers(1, 6))

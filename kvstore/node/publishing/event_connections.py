@@ -117,7 +117,8 @@ class ListenerConnections:
                     self._new.enter(one, one.address, most)
                     if len(self._new) + len(self._greeted) > most:
                         full = self._new if len(self._new) > 1 else self._greeted
-                        if (goes := full.pick()) is not None:
+                        if (goes := full.next()) is not None:
+                            full.leave(goes)
                             goes.hang_up()
 
 
