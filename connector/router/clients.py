@@ -13,8 +13,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from connector.limits import ROUTER_HEAD_TIMEOUT_S, ROUTER_IDLE_CLIENTS_MAX, ROUTER_IDLE_TIMEOUT_S
@@ -95,11 +95,18 @@ class Client:
         self._idle.enter(self, self._address)
 
 
-def client_of(request: web.Request) -> Client | None:
-    """Return the connection that a request came by; None when it is gone, or another's."""
-    transport = request.transport
-    protocol: object = None if transport is None else transport.get_protocol()
-    return protocol if isinstance(protocol, Client) else None
+@contextmanager
+def busy(request: web.Request) -> Iterator[None]:
+    """Keep a request's connection from being closed as an idle one."""
+    client = None if request.transport is None else request.transport.get_protocol()
+    if not isinstance(client, Client):  # another server's
+        yield
+        return
+    client.begins()
+    try:
+        yield
+    finally:
+        client.ends()
 
 
 class Clients:

@@ -14,12 +14,10 @@ say 500 would have all of them passed over.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
@@ -41,10 +39,11 @@ from connector.router.bodies import (
     text_only,
     token_list,
 )
-from connector.router.clients import client_of
+from connector.router.clients import busy
 from connector.router.discovery import Name, keep_resolving, resolve
-from connector.router.incoming import BodyRefusedError, Incoming, most_in_flight
+from connector.router.incoming import Incoming, most_in_flight
 from connector.router.metrics import exposition
+from connector.router.outgoing import BRIEF_S, Handler, come_back, error, sent, to_client
 from connector.router.prefix import Prefix, Prefixes
 from connector.router.routing import Engine, EngineFleet, Role, needs_prefill
 from connector.router.upstream import (
@@ -62,15 +61,14 @@ log = logging.getLogger("kvstore.router")
 
 ATTEMPTS_MAX = 3
 """Engines that one step of a request is tried on."""
-COME_BACK_S = 1
 PREFILL_SHARE = 0.5
 """Of a request's time, for all attempts to have it prefilled: decoding needs some, too."""
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 2.0, 2.0
 REQUEST_ID = "X-Request-Id"
 PASSED_HEADERS = ("Authorization", REQUEST_ID, "traceparent", "tracestate")
 PASSED_BACK = ("Content-Type", "Content-Encoding", "Retry-After")
-BRIEF, BRIEF_S = ("/health", "/engines", "/metrics"), 10.0
-"""What is answered however much is in flight, and how long a client may take for such an answer."""
+BRIEF = ("/health", "/engines", "/metrics")
+"""What is answered however much is in flight."""
 OCTETS = "application/octet-stream"
 
 
@@ -194,39 +192,19 @@ class Router:
     # One request
 
     @web.middleware
-    async def _bounded(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
-        """Send the answer to a request, or why there is none; both within their limits."""
-        client = client_of(request)
-        if client is not None:
-            client.begins()
+    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request, unless too many are in flight, within its time."""
         brief = request.path in BRIEF
-        if not brief and self._in_flight >= most_in_flight():
-            refused = _come_back(f"{most_in_flight()} requests are in flight")
-            refused.force_close()
-            if client is not None:
-                client.ends()
-            return refused
-        self._in_flight += not brief  # from here on: a body that is slow to come is memory, too
-        deadline = time.monotonic() + (BRIEF_S if brief else self._settings.timeout_s)
-        try:
+        with busy(request):
+            if not brief and self._in_flight >= most_in_flight():
+                refused = come_back(f"{most_in_flight()} requests are in flight")
+                refused.force_close()
+                return refused
+            self._in_flight += not brief  # a body that is slow to come is memory, too
             try:
-                out = await handler(request)
-            except BodyRefusedError as e:
-                out = _error(e.status, str(e))
-            async with _to_client(request, max(deadline - time.monotonic(), BRIEF_S)):
-                await out.prepare(request)
-                await out.write_eof()
-            return out
-        except ClientGoneError:
-            return web.Response(status=499)  # to nobody
-        finally:
-            self._in_flight -= not brief
-            if client is not None:
-                client.ends()
+                return await sent(request, handler, BRIEF_S if brief else self._settings.timeout_s)
+            finally:
+                self._in_flight -= not brief
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         job = self._job(request)
@@ -322,7 +300,8 @@ class Router:
                     if answer.status >= SERVER_ERROR:
                         engine.failures += 1
                         reason = f"{engine.url} answered {answer.status}"
-                        if len(tried) < ATTEMPTS_MAX and self._other(tried):
+                        others = {e for e in self._fleet.engines if e.role is Role.DECODE}
+                        if len(tried) < ATTEMPTS_MAX and others - set(tried):
                             log.warning("decode: %s", reason)
                             continue  # else the client is told as the engine says it
                     head = _head(job, engine, answer)
@@ -332,19 +311,19 @@ class Router:
                         return web.Response(status=answer.status, headers=head, body=all_of_it)
                     part = await answer.part()
                     out = web.StreamResponse(status=answer.status, headers=head)
-                    async with _to_client(request, job.left_s()):
+                    async with to_client(request, job.left_s()):
                         await out.prepare(request)
                     while part:
-                        async with _to_client(request, job.left_s()):
+                        async with to_client(request, job.left_s()):
                             await out.write(part)
                         part = await answer.part()
-                async with _to_client(request, job.left_s()):
+                async with to_client(request, job.left_s()):
                     await out.write_eof()
                 return out
             except EngineFailedError as e:
                 reason = str(e)
                 if isinstance(e, NoDescriptorsError) and out is None:
-                    return _come_back("no file descriptor is left")
+                    return come_back("no file descriptor is left")
                 log.warning("decode: %s", e)
                 if isinstance(e, NoAnswerError):
                     engine.failed(time.monotonic())
@@ -354,12 +333,8 @@ class Router:
                         request.transport.abort()
                     return out
         if time.monotonic() >= job.deadline:
-            return _error(504, f"no answer in {self._settings.timeout_s:g} s: {reason}", _head(job))
-        return _error(502, reason, _head(job))
-
-    def _other(self, tried: Sequence[Engine]) -> bool:
-        """Return whether a decode engine was not tried yet."""
-        return self._fleet.choose(Role.DECODE, {}, time.monotonic(), tried) is not None
+            return error(504, f"no answer in {self._settings.timeout_s:g} s: {reason}", _head(job))
+        return error(502, reason, _head(job))
 
     # About the router
 
@@ -387,33 +362,14 @@ class Router:
                 asked = BlocksAsked.of(await self._incoming.body(request, timeout_s))
             return web.json_response(await where_blocks(self._prefixes, asked))
         except UsageError as e:
-            return _error(400, str(e))
+            return error(400, str(e))
         except UnknownModelError as e:
-            return _error(404, str(e))
+            return error(404, str(e))
         except TimeoutError:
-            return _come_back("the index does not answer")
+            return come_back("the index does not answer")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=exposition(self._fleet.engines, time.monotonic()))
-
-
-class ClientGoneError(Exception):
-    """The client hung up, or did not read in time: no engine is to blame."""
-
-
-@asynccontextmanager
-async def _to_client(request: web.Request, timeout_s: float) -> AsyncIterator[None]:
-    """Raises `ClientGoneError`, so that the client's broken connection is not the engine's; also
-    when the client has not read enough in time."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as e:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ClientGoneError from e
-    except ConnectionError as e:
-        raise ClientGoneError from e
 
 
 def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None) -> dict[str, str]:
@@ -428,15 +384,3 @@ def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None)
         head["Content-Type"] = "application/json"
         head |= {name: answer.headers[name] for name in PASSED_BACK if name in answer.headers}
     return head
-
-
-def _come_back(message: str) -> web.Response:
-    return _error(503, message, {"Retry-After": str(COME_BACK_S)})
-
-
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return an error as OpenAI's API says it."""
-    body = {"error": {"message": message, "type": "router_error", "code": status}}
-    return web.Response(
-        status=status, text=json.dumps(body), content_type="application/json", headers=headers
-    )

@@ -30,7 +30,7 @@ from fake_engines import FakeEngine, talk  # noqa: E402
 from routed import PATIENCE_S, routed  # noqa: E402
 
 from connector.limits import ROUTER_HEADERS_BYTES_MAX  # noqa: E402
-from connector.router import clients, incoming, server  # noqa: E402
+from connector.router import clients, incoming, outgoing, server  # noqa: E402
 from connector.router.prefix import Prefixes  # noqa: E402
 from connector.router.routing import Engine, EngineFleet, Role  # noqa: E402
 
@@ -343,12 +343,13 @@ def test_an_answer_that_is_not_read_has_its_time(
 ) -> None:
     given_up = asyncio.Event()
 
-    class Noted(server.ClientGoneError):
+    class Noted(outgoing.ClientGoneError):
         def __init__(self) -> None:
             given_up.set()
 
-    monkeypatch.setattr(server, "ClientGoneError", Noted)
+    monkeypatch.setattr(outgoing, "ClientGoneError", Noted)
     monkeypatch.setattr(server, "BRIEF_S", 0.3)
+    monkeypatch.setattr(outgoing, "BRIEF_S", 0.3)
     monkeypatch.setattr(server.web, "json_response", large)
 
     async def scenario() -> None:

@@ -122,9 +122,9 @@ def test_a_body_of_very_many_values_is_refused_before_they_are_made(
     """16 MiB of empty lists are 6 million objects, and of digits 8 million: the loop makes them in
     one go."""
     made: list[int] = []
-    loads = server.json.loads
+    loads = incoming.json.loads
     monkeypatch.setattr(
-        server.json, "loads", lambda raw, **how: made.append(len(raw)) or loads(raw, **how)
+        incoming.json, "loads", lambda raw, **how: made.append(len(raw)) or loads(raw, **how)
     )
     count = ROUTER_VALUES_MAX + 1 if element == "1" else ROUTER_LISTS_MAX
     raw = f'{{"model": "m", "tokens": [{",".join([element] * count)}]}}'
