@@ -31,6 +31,7 @@ from fake_engines import (  # noqa: E402
 )
 from routed import DECODE, FOUND, PATIENCE_S, PREFILL, routed  # noqa: E402
 
+from connector.router import server, upstream  # noqa: E402
 from connector.router.bodies import prefill_body  # noqa: E402
 from connector.router.discovery import Name  # noqa: E402
 from connector.router.routing import Role  # noqa: E402
@@ -134,6 +135,54 @@ def test_a_refusal_is_the_clients_and_is_not_tried_elsewhere(no_index: Locator) 
             answer, raw = await router.ask()
             assert (answer.status, json.loads(raw)) == (422, {"error": "no"})
         assert one.prompts + other.prompts == 1
+
+    asyncio.run(scenario())
+
+
+def huge() -> Answer:
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=bytes(4096))
+
+    return answer
+
+
+def no_http() -> Answer:
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(headers={"X": "x" * 100_000})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("bad", "status", "stream"),
+    [
+        (fails_with(500), 500, False),
+        (fails_with(500), 500, True),
+        (fails_with(503), 503, False),
+        (huge(), 502, False),
+        (no_http(), 502, False),
+        (no_http(), 502, True),
+    ],
+    ids=["500", "500 streamed", "503", "too long", "not readable", "not readable, streamed"],
+)
+def test_one_request_marks_no_engine_down_by_how_it_is_answered(
+    no_index: Locator, monkeypatch: pytest.MonkeyPatch, bad: Answer, status: int, stream: bool
+) -> None:
+    """It was tried on three, which were passed over for seconds, and `/health` was 503."""
+    monkeypatch.setattr(upstream, "ROUTER_ANSWER_BYTES_MAX", 1024)
+    monkeypatch.setattr(server, "PROBE_EVERY_S", 600.0)
+
+    async def scenario() -> None:
+        makers, decoders = ([FakeEngine(bad) for _ in range(2)] for _ in range(2))
+        async with routed(no_index, makers, decoders) as router:
+            answer, raw = await router.ask(stream=stream)
+            assert answer.status == status
+            if status != 502:
+                assert json.loads(raw) == {"error": "no"}, "as the engine says it"
+            assert (await router.get("/health")).status == 200
+            engines = json.loads(await router.read("/engines"))
+            assert all(one["up"] for one in engines)
+        assert sum(one.prompts for one in decoders) <= 2
 
     asyncio.run(scenario())
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis_servers import wait_until
 
-from kvstore.node.publishing.event_connections import ListenerConnection
+from kvstore.node.publishing import event_connections
+from kvstore.node.publishing.event_connections import ListenerConnection, ListenerConnections
 
 
 class Place:
@@ -108,3 +113,102 @@ def test_no_descriptor_is_left_open(place: Place) -> None:
         for endpoint in (place.endpoint, "ipc://other"):
             ListenerConnection(ours.fileno(), endpoint).hang_up()
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# --- as ZeroMQ tells of them ----------------------------------------------------------
+
+
+class Port:
+    """A socket of ZeroMQ's, who is at it, and a thread that attends to them."""
+
+    def __init__(self) -> None:
+        self.zmq = pytest.importorskip("zmq")
+        self.context = self.zmq.Context()
+        listening = self.context.socket(self.zmq.PUB)
+        connections = ListenerConnections(self.zmq)
+        monitor = connections.watch(self.context, listening)
+        listening.bind("tcp://127.0.0.1:*")
+        self.at = listening.last_endpoint.decode()
+        self.over = threading.Event()
+
+        def attend() -> None:
+            while not self.over.is_set():
+                monitor.poll(20)
+                connections.attend(time.monotonic())
+                listening.send(b"news")
+
+        self.thread = threading.Thread(target=attend)
+        self.thread.start()
+
+    def raw(self, source: str = "127.0.0.1") -> socket.socket:
+        at = "127.0.0.1", int(self.at.rpartition(":")[2])
+        return socket.create_connection(at, 10, source_address=(source, 0))
+
+    def listener(self, source: str = "127.0.0.1") -> Any:
+        one = self.context.socket(self.zmq.SUB)
+        one.setsockopt(self.zmq.SUBSCRIBE, b"")
+        one.setsockopt(self.zmq.RECONNECT_IVL, -1)  # else nobody would see that it was hung up on
+        one.setsockopt(self.zmq.LINGER, 0)
+        one.connect(f"tcp://{source}:0;{self.at.removeprefix('tcp://')}")
+        assert one.poll(10_000), "it is served"
+        return one
+
+    def close(self) -> None:
+        self.over.set()
+        self.thread.join(10)
+        self.context.destroy(0)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+    monkeypatch.setattr(event_connections, "EVENT_CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(event_connections, "GREETING_MS", 600)
+    port = Port()
+    yield port
+    port.close()
+
+
+def gone(one: socket.socket) -> bool:
+    """Whether ZeroMQ has hung up, after its own greeting."""
+    one.setblocking(False)
+    try:
+        while one.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def served(listener: Any) -> bool:
+    """Whether it still hears what is published."""
+    while listener.poll(0):
+        listener.recv()
+    return bool(listener.poll(1000))
+
+
+def test_who_does_not_greet_is_hung_up_on(port: Port) -> None:
+    with port.raw() as silent:
+        wait_until(lambda: gone(silent), "it is hung up on", 10)
+
+
+def test_a_crowd_that_does_not_greet_pushes_out_its_own_and_nobody_who_listens(port: Port) -> None:
+    listener = port.listener()
+    time.sleep(1.0)  # until it counts as one that has greeted
+    crowd = [port.raw() for _ in range(20)]
+    wait_until(lambda: sum(gone(one) for one in crowd) >= 16, "all but few are hung up on", 10)
+    assert served(listener)
+    assert served(port.listener()), "and another comes in"
+    for one in crowd:
+        one.close()
+
+
+def test_listeners_of_one_address_that_are_too_many_push_out_their_own(port: Port) -> None:
+    other = port.listener("127.0.0.2")
+    crowd = []
+    for _ in range(6):
+        crowd.append(port.listener())
+        time.sleep(0.8)  # it has greeted
+    assert served(other)
+    assert [served(one) for one in crowd] == [False] * 3 + [True] * 3

@@ -150,6 +150,31 @@ def test_a_receive_from_a_peer_that_gives_little_at_a_time_ends_by_its_deadline(
     giver.join()
 
 
+def test_a_tls_handshake_whose_bytes_drip_ends_by_its_time(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    """As the node and its clients set it: Python counts it for all of a handshake."""
+    near, far = socket.socketpair()
+    over = threading.Event()
+
+    def drip() -> None:
+        near.sendall(b"\x16\x03\x01\x02\x00\x01")  # the record and message that it begins with
+        with suppress(OSError):
+            while not over.wait(0.05):
+                near.sendall(b"\0")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    far.settimeout(0.3)
+    began = time.monotonic()
+    with far, pytest.raises(TimeoutError):
+        contexts[1].wrap_socket(far, server_side=True)
+    assert time.monotonic() - began < 5
+    over.set()
+    dripping.join()
+    near.close()
+
+
 def test_what_is_received_after_a_break_is_what_was_sent_or_nothing(
     ends: tuple[Channel, Channel],
 ) -> None:
