@@ -40,82 +40,74 @@ _no_descriptors = Rate(1, 60.0)
 def say_no_descriptors(error: object) -> None:
     """Log that this process has no file descriptor left, once a minute."""
     if _no_descriptors.allows(time.monotonic()):
-        more = f" ({_no_descriptors.refused} more like this)" if _no_descriptors.refused else ""
-        log.warning("no file descriptor is left: %s; see `ulimit -n`%s", error, more)
-        _no_descriptors.refused = 0
+        log.warning("no file descriptor is left: %s; see `ulimit -n`", error)
 
 
-class Client:
+class ClientConnection:
     """A client's connection: what asyncio tells of it goes on to aiohttp's protocol. It is idle
     until a request's head is there, and after each answer."""
 
-    def __init__(
-        self, protocol: asyncio.Protocol, idle: Waiting[Client], busy: set[Client]
-    ) -> None:
+    def __init__(self, acceptor: Acceptor, protocol: asyncio.Protocol) -> None:
+        self._acceptor = acceptor
         self._protocol = protocol
-        self._idle = idle
-        self._busy = busy
-        self._timer: asyncio.TimerHandle | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._protocol, name)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) else ""
+        self._address = (transport.get_extra_info("peername") or ("",))[0]
         self._protocol.connection_made(transport)
-        self._rests(ROUTER_HEAD_TIMEOUT_S)
+        self._rest(ROUTER_HEAD_TIMEOUT_S)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.begins()
-        self._busy.discard(self)
+        self.begin()
+        self._acceptor.busy.discard(self)
         self._protocol.connection_lost(error)
 
-    def begins(self) -> None:
+    def begin(self) -> None:
         """A request's head is there."""
-        self._idle.leave(self)
-        self._busy.add(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._acceptor.idle.leave(self)
+        self._acceptor.busy.add(self)
+        self._timer.cancel()
 
-    def ends(self) -> None:
+    def end(self) -> None:
         """It was answered."""
-        self._busy.discard(self)
+        self._acceptor.busy.discard(self)
         if not self._transport.is_closing():
-            self._rests(ROUTER_IDLE_TIMEOUT_S)
+            self._rest(ROUTER_IDLE_TIMEOUT_S)
 
     def hang_up(self) -> None:
-        self._idle.leave(self)
+        self._acceptor.idle.leave(self)
         self._transport.abort()
 
-    def _rests(self, timeout_s: float) -> None:
+    def _rest(self, timeout_s: float) -> None:
         self.idle_since = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.hang_up)
-        self._idle.enter(self, self._address)
+        self._acceptor.idle.enter(self, self._address)
 
 
 @contextmanager
 def busy(request: web.Request) -> Iterator[None]:
     """Keep a request's connection from being closed as an idle one."""
     client = None if request.transport is None else request.transport.get_protocol()
-    if not isinstance(client, Client):  # another server's
+    if not isinstance(client, ClientConnection):  # another server's
         yield
         return
-    client.begins()
+    client.begin()
     try:
         yield
     finally:
-        client.ends()
+        client.end()
 
 
-class Clients:
+class Acceptor:
     """All clients of one router."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol]) -> None:
         """`make` gives aiohttp's protocol for a new connection."""
         self._make = make
-        self._idle, self._busy = Waiting[Client](), set[Client]()
+        self.idle, self.busy = Waiting[ClientConnection](), set[ClientConnection]()
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
         self._entering: set[asyncio.Task[Any]] = set()
@@ -142,32 +134,29 @@ class Clients:
 
     def _has_room(self) -> bool:
         """Whether one more may come in; where there is none, one that had its time goes for it."""
-        most = open_files_share(ROUTER_IDLE_CLIENTS_MAX, 2) - 2 * len(self._busy)
+        most = open_files_share(ROUTER_IDLE_CLIENTS_MAX, 2) - 2 * len(self.busy)
         most = max(most, open_files_share(ROUTER_IDLE_CLIENTS_MAX, 16))
-        if len(self._idle) + len(self._entering) < most:
+        if len(self.idle) + len(self._entering) < most:
             return True
-        goes = self._idle.next()
+        goes = self.idle.next()
         if goes is None or time.monotonic() < goes.idle_since + IDLE_MIN_S:
             return False
         goes.hang_up()
         return True
 
-    def _pause(self, listener: socket.socket) -> None:
-        self._loop.remove_reader(listener)
-        self._loop.call_later(ACCEPT_PAUSE_S, self._watch, listener)
-
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
-            if not self._has_room():
-                self._pause(listener)
-                return
+            connection = None
             try:
-                connection, _ = listener.accept()
+                if self._has_room():
+                    connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as e:
                 say_no_descriptors(e)
-                self._pause(listener)
+            if connection is None:
+                self._loop.remove_reader(listener)
+                self._loop.call_later(ACCEPT_PAUSE_S, self._watch, listener)
                 return
             connection.setblocking(False)
             task = self._loop.create_task(self._enter(connection))
@@ -175,6 +164,6 @@ class Clients:
             task.add_done_callback(self._entering.discard)
 
     async def _enter(self, connection: socket.socket) -> None:
-        client = cast("asyncio.Protocol", Client(self._make(), self._idle, self._busy))
+        client = cast("asyncio.Protocol", ClientConnection(self, self._make()))
         with suppress(OSError):
             await self._loop.connect_accepted_socket(lambda: client, connection)

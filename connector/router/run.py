@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from connector.limits import ROUTER_STOP_S
-from connector.router.clients import Clients
+from connector.router.clients import Acceptor
 from connector.router.discovery import SCHEME, Name
 from connector.router.prefix import Prefixes
 from connector.router.routing import Engine, EngineFleet, Role
@@ -100,7 +100,7 @@ async def serve(app: web.Application, host: str, port: int) -> None:
     )
     await runner.setup()
     assert runner.server is not None
-    clients = Clients(runner.server)
+    clients = Acceptor(runner.server)
     try:
         await clients.listen(host, port)
         await stop.wait()

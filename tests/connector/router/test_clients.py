@@ -178,7 +178,7 @@ async def served(locator: Locator, *engines: FakeEngine) -> AsyncIterator[tuple[
     settings = server.RouterSettings(tokenize=False)
     runner = web.AppRunner(server.Router(fleet, Prefixes(locator), settings).app())
     await runner.setup()
-    accepting = clients.Clients(runner.server)
+    accepting = clients.Acceptor(runner.server)
     await accepting.listen("127.0.0.1", 0)
     try:
         yield accepting._listeners[0].getsockname()
