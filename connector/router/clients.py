@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from connector.limits import ROUTER_HEAD_TIMEOUT_S, ROUTER_IDLE_CLIENTS_MAX, ROUTER_IDLE_TIMEOUT_S
 from connector.rate import Rate
@@ -51,8 +51,9 @@ class ClientConnection:
         self._acceptor = acceptor
         self._protocol = protocol
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._protocol, name)
+    def __getattr__(self, name: str) -> object:
+        attribute: object = getattr(self._protocol, name)
+        return attribute
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -110,7 +111,7 @@ class Acceptor:
         self.idle, self.busy = Waiting[ClientConnection](), set[ClientConnection]()
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
-        self._entering: set[asyncio.Task[Any]] = set()
+        self._entering: set[asyncio.Task[None]] = set()
 
     async def listen(self, host: str, port: int) -> None:
         """Accept clients at all addresses of `host`. Raises `OSError`."""

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 
@@ -102,9 +102,10 @@ class Upstream:
 
     def __init__(self) -> None:
         # The server bounds requests in flight. Where descriptors do, none is kept idle.
-        scarce = most_in_flight() < ROUTER_IN_FLIGHT_MAX
-        keep: dict[str, Any] = {} if scarce else {"keepalive_timeout": KEEPALIVE_S}
-        connector = aiohttp.TCPConnector(limit=0, force_close=scarce, **keep)
+        if most_in_flight() < ROUTER_IN_FLIGHT_MAX:
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        else:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers={"Accept-Encoding": "identity"},

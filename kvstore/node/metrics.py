@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import UsageError
 from kvstore.machine import REAL
@@ -239,11 +239,16 @@ class NodeMetrics:
         for name, _, value in (field.partition(":") for field in fields):
             environ["HTTP_" + name.upper().replace("-", "_")] = value.strip()
         lines: list[str] = []
+        parts: list[bytes] = []
 
-        def start(status: str, headers: list[tuple[str, str]], *_: Any) -> Any:
+        def start(
+            status: str, headers: list[tuple[str, str]], error: object = None, /
+        ) -> Callable[[bytes], object]:
             lines[:] = f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers)
+            return parts.append
 
-        body = b"".join(self._answer(environ, start))
+        parts += self._answer(environ, start)
+        body = b"".join(parts)
         lines += f"Content-Length: {len(body)}", "Connection: close", "", ""
         return "\r\n".join(lines).encode("latin-1") + (b"" if method == "HEAD" else body)
 

@@ -16,7 +16,7 @@ from collections import deque
 from contextlib import suppress
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 from kvstore.limits import EVENT_CONNECTIONS_MAX
 from kvstore.system.descriptors import share
@@ -26,6 +26,24 @@ GREETING_MS = 2000
 """How long a connection may take to show that it speaks ZeroMQ; then ZeroMQ closes it."""
 _AT_ONCE = 256
 _EVENT = struct.Struct("=hi")
+
+
+class _Socket(Protocol):
+    """What is used of `zmq.Socket`."""
+
+    def setsockopt(self, option: int, value: int) -> None: ...
+
+    def monitor(self, address: str, events: int) -> None: ...
+
+    def connect(self, address: str) -> object: ...
+
+    def recv_multipart(self, flags: int) -> list[bytes]: ...
+
+
+class _Context(Protocol):
+    """What is used of `zmq.Context`."""
+
+    def socket(self, kind: int) -> _Socket: ...
 
 
 class ListenerConnection:
@@ -74,14 +92,14 @@ class ListenerConnections:
 
     def __init__(self, zmq: ModuleType) -> None:
         self._zmq = zmq
-        self._monitors: list[Any] = []
+        self._monitors: list[_Socket] = []
         self._known: dict[tuple[int, int], ListenerConnection] = {}
         """By socket and descriptor."""
         self._came: deque[tuple[float, ListenerConnection]] = deque()
         """Those that may not have greeted, and when they came."""
         self._new, self._greeted = Waiting[ListenerConnection](), Waiting[ListenerConnection]()
 
-    def watch(self, context: Any, listening: Any) -> Any:
+    def watch(self, context: _Context, listening: _Socket) -> _Socket:
         """Hear of the connections of a ZeroMQ socket that is yet to be bound. `attend` is to be
         called when the socket that is returned can be read."""
         zmq, name = self._zmq, f"inproc://monitor-{len(self._monitors)}"
