@@ -191,7 +191,7 @@ class Router:
 
     # One request
 
-    @web.middleware
+    @web.middleware  # type: ignore[untyped-decorator]
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a request, unless too many are in flight, within its time."""
         brief = request.path in BRIEF
