@@ -65,8 +65,8 @@ from kvstore.settings.reader import (
 )
 from kvstore.system.descriptors import raise_limit as raise_open_files_limit
 from kvstore.system.descriptors import share as open_files_share
-from kvstore.system.waiting import Waiting
 from kvstore.system.last_resort import name_our_lines
+from kvstore.system.waiting import Waiting
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, PutStatus, Retained, Tier

@@ -96,7 +96,7 @@ def test_a_start_that_nothing_keeps_from_working_is_fine() -> None:
 def test_few_descriptors_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, soft: int, level: Level
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 1 << 20))
+    monkeypatch.setattr(resource, "prlimit", lambda pid, which: (soft, 1 << 20))
     (found,) = settings.descriptors(NOTHING)
     assert found.level is level
     assert ("ulimit -n 4096" in found.do) is (level is Level.WARN)

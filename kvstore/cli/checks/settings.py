@@ -103,7 +103,11 @@ def _in_use() -> str:
 
 
 def descriptors(context: Context) -> list[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The command has raised its own limit: an engine has what the shell around it has.
+    try:
+        soft, hard = resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)
+    except OSError:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} descriptors (ulimit -n), at most {hard}"
     if soft >= FILES_MIN:
         return [Finding(Level.OK, found)]
