@@ -13,6 +13,10 @@ Record = bytes
 ANNOUNCEMENT_BYTES_MAX = 16 << 10
 
 
+Place = tuple[int, int]
+"""How far a scan has come: a part of the index, and how far in it; (0, 0) at both ends."""
+
+
 class KeyRecord(NamedTuple):
     key: Key
     record: Record
@@ -60,6 +64,11 @@ class Index(Protocol):
         """Publish what readers need to reach a node; it vanishes after `ttl_s` seconds."""
         ...
 
+    def renew(self, node_id: int, ttl_s: float) -> bool:
+        """Let the announcement of `node_id` vanish `ttl_s` seconds from now; False when there is
+        none. A full index does this too, where it raises `IndexRefusedError` for `announce`."""
+        ...
+
     def withdraw(self, node_id: int) -> None:
         """Take the announcement of `node_id` back; there need not be one."""
         ...
@@ -70,6 +79,11 @@ class Index(Protocol):
 
     def nodes(self) -> dict[int, bytes]:
         """All announcements, by node id."""
+        ...
+
+    def scan(self, place: Place) -> tuple[Place, list[KeyRecord]]:
+        """Some of the records, and the place to go on from. From (0, 0) to (0, 0) each that was
+        there all the time is among them, unless the parts of the index changed meanwhile."""
         ...
 
     def ping(self) -> None:

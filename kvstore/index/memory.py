@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 
-from kvstore.index.base import KeyedRecord, Record
+from kvstore.index.base import KeyedRecord, KeyRecord, Place, Record
 from kvstore.index.checks import check_announcement, check_keys, check_node_id, check_records
 from kvstore.machine import REAL, Clock
 from kvstore.types import Key
@@ -64,6 +64,15 @@ class MemoryIndex:
         with self._lock:
             self._nodes[node_id] = (self._now() + ttl_s, announcement)
 
+    def renew(self, node_id: int, ttl_s: float) -> bool:
+        check_node_id(node_id)
+        check_announcement(b"", ttl_s)
+        with self._lock:
+            announcement = self._live_nodes().get(node_id)
+            if announcement is not None:
+                self._nodes[node_id] = (self._now() + ttl_s, announcement)
+            return announcement is not None
+
     def withdraw(self, node_id: int) -> None:
         check_node_id(node_id)
         with self._lock:
@@ -77,6 +86,10 @@ class MemoryIndex:
     def nodes(self) -> dict[int, bytes]:
         with self._lock:
             return self._live_nodes()
+
+    def scan(self, place: Place) -> tuple[Place, list[KeyRecord]]:
+        with self._lock:
+            return (0, 0), [KeyRecord(key, record) for key, record in self._records.items()]
 
     def ping(self) -> None:
         return None

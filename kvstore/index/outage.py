@@ -1,7 +1,8 @@
 """Puts circuit breakers before an index: while Redis does not answer, calls fail at once.
 
-Calls that read and calls that write are a side each, with a breaker (circuit_breaker.py) and a
-flag `open`, which is what callers look at:
+Calls that read, calls that write and `renew` are a side each, with a breaker (circuit_breaker.py)
+and a flag `open`, which is what callers look at. A full index refuses what is written: that must
+not keep a node from staying announced.
 
     open     set by                                                  a call then
     False    `_probe_until_closed`, once a ping was answered         asks the index
@@ -34,7 +35,7 @@ from kvstore.errors import (
     IndexUnavailableError,
     KVStoreError,
 )
-from kvstore.index.base import Index, KeyedRecord, Record
+from kvstore.index.base import Index, KeyedRecord, KeyRecord, Place, Record
 from kvstore.machine import REAL, Machine
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
@@ -84,8 +85,8 @@ def _without_frames(error: IndexUnavailableError) -> IndexUnavailableError:
 class GuardedIndex:
     """An `Index` that stops asking `index` after failures in a row, or one that hung.
 
-    Reading and writing calls have a breaker each: a publish that is not allowed,
-    or slow, says nothing about lookups. While one is open its calls raise
+    Reading and writing calls have a breaker each, and so has `renew`: a publish that is not
+    allowed, or slow, says nothing about lookups. While one is open its calls raise
     `IndexUnavailableError` at once, and a daemon thread pings with growing delays;
     the first answer closes it. `IndexUnavailableError` counts as a failure, and what is
     none of our errors becomes one; what a handler of signals raises does not
@@ -120,6 +121,8 @@ class GuardedIndex:
         self._closed = machine.event()
         self._reading = side()
         self._writing = side()
+        self._renewing = side()
+        self._sides = (self._reading, self._writing, self._renewing)
         self._lock = self._machine.lock()
         self._probing = False
         in_each_child(self)
@@ -148,6 +151,9 @@ class GuardedIndex:
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         self._call(self._writing, self._index.announce, node_id, announcement, ttl_s)
 
+    def renew(self, node_id: int, ttl_s: float) -> bool:
+        return self._call(self._renewing, self._index.renew, node_id, ttl_s)
+
     def withdraw(self, node_id: int) -> None:
         self._call(self._writing, self._index.withdraw, node_id)
 
@@ -156,6 +162,9 @@ class GuardedIndex:
 
     def nodes(self) -> dict[int, bytes]:
         return self._call(self._reading, self._index.nodes)
+
+    def scan(self, place: Place) -> tuple[Place, list[KeyRecord]]:
+        return self._call(self._writing, self._index.scan, place)
 
     def ping(self) -> None:
         self._index.ping()
@@ -225,7 +234,7 @@ class GuardedIndex:
             self._probing = True
         while not self._closed.is_set():
             with self._lock:
-                waiting = [side for side in (self._reading, self._writing) if side.open]
+                waiting = [side for side in self._sides if side.open]
                 if not waiting:
                     self._probing = False
                     return
@@ -259,7 +268,7 @@ class GuardedIndex:
         """The prober did not come along, and the lock may be held by a thread that did not."""
         self._lock = self._machine.lock()
         self._probing = False
-        for side in (self._reading, self._writing):
+        for side in self._sides:
             if side.open:
                 side.open = False
                 side.breaker.allows(side.breaker.probe_at)

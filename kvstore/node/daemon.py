@@ -81,6 +81,7 @@ from kvstore.node.idle_shutdown import wait_for_last_client
 from kvstore.node.name_lock import take_name
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.publishing.block_events import BlockEvents
+from kvstore.node.publishing.dead_records import DeadRecords
 from kvstore.node.publishing.heartbeat import Heartbeat
 from kvstore.node.publishing.publisher import STOP_TIMEOUT_S, Publisher
 from kvstore.node.publishing.resets import ResetNews
@@ -339,6 +340,7 @@ class Node:
             heartbeat.run,
             self._watch_leases,
             self._scrubber(heartbeat).run,
+            self._dead_records().run,
             partial(takeover.free_memory_of_the_dead, self._sweeper()),
         )
         if self._events is not None:
@@ -404,6 +406,9 @@ class Node:
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
+
+    def _dead_records(self) -> DeadRecords:
+        return DeadRecords(self.index, self.core.node_id, machine=self.machine)
 
     def _sweeper(self) -> Sweeper:
         config = self.config

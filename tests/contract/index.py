@@ -43,9 +43,23 @@ def every_call(index: Index, records: Sequence[KeyRecord]) -> dict[str, Callable
         "publish": lambda: index.publish(records),
         "remove": lambda: index.remove(records),
         "announce": lambda: index.announce(1, b"", 1),
+        "renew": lambda: index.renew(1, 1),
         "withdraw": lambda: index.withdraw(1),
+        "scan": lambda: index.scan((0, 0)),
         "incarnation": index.incarnation,
     }
+
+
+def scanned(index: Index) -> dict[bytes, bytes]:
+    """Return the records of a whole scan."""
+    found: dict[bytes, bytes] = {}
+    place, rounds = (0, 0), 0
+    while rounds == 0 or place != (0, 0):
+        place, some = index.scan(place)
+        found.update(some)
+        rounds += 1
+        assert rounds < 100
+    return found
 
 
 class IndexContract:
@@ -181,6 +195,36 @@ class IndexContract:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert index.nodes() == {}
+
+    def test_a_renewed_announcement_stays_as_it_is_and_another_is_not_made(
+        self, index: Index
+    ) -> None:
+        index.announce(1, b"here", 0.2)
+        assert index.renew(1, 60)
+        time.sleep(0.25)
+        assert index.node(1) == b"here"
+        assert not index.renew(2, 60)
+        assert index.nodes() == {1: b"here"}
+        assert index.renew(1, 0.05)
+        deadline = time.monotonic() + 5
+        while index.renew(1, 0.05):
+            assert time.monotonic() < deadline
+            time.sleep(0.06)
+        for ttl_s in (0, -1, float("nan"), float("inf")):
+            with pytest.raises(UsageError, match="ttl_s="):
+                index.renew(1, ttl_s)
+
+    def test_a_scan_lists_every_record_and_nothing_else(self, index: Index) -> None:
+        namespace = Namespace.named(os.urandom(4).hex())
+        records = records_of(prefix_keys(150))
+        records += records_of([namespace.value_key(f"value {i}") for i in range(2500)])
+        assert scanned(index) == {}
+        index.publish(records)
+        index.announce(1, b"here", 60)
+        index.incarnation()
+        assert scanned(index) == dict(records)
+        index.remove(records[:5])
+        assert scanned(index) == dict(records[5:])
 
     def test_nodes_finds_each_of_many_among_blocks(self, index: Index) -> None:
         index.publish(records_of(prefix_keys(300)))

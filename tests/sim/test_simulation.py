@@ -136,3 +136,14 @@ def test_it_may_strike_at_every_step(fault, every):
     assert run(1, QUIET, trouble_s=SHORT_S).steps > STEPS_STRUCK
     for step in range(1, STEPS_STRUCK, every):
         run(1, QUIET, strike=(step, fault), trouble_s=SHORT_S)
+
+
+def test_the_rules_hold_while_the_index_is_full():
+    def fill(world):
+        world.after(0.5, lambda: setattr(world.index, "full", True))
+        world.after(2.5, lambda: setattr(world.index, "full", False))
+
+    counts = Counter()
+    for seed in range(12):
+        counts.update(run(seed, watch=fill).counts)
+    assert min(counts["index_full"], counts["hits"]) > 50

@@ -98,6 +98,9 @@ def _server(info: dict[str, str]) -> list[Finding]:
     do = "set maxmemory and `maxmemory-policy allkeys-lru`"
     if not limit_bytes:
         findings.append(Finding(Level.WARN, found, f"it may grow until its host is full: {do}"))
+    elif policy.startswith("volatile-"):
+        why = "when it is full, nodes are lost though they live, and other hosts find nothing"
+        findings.append(Finding(Level.FAIL, f"{found}: {why}", do))
     elif not policy.startswith("allkeys-"):
         why = "when it is full, new blocks cannot be announced"
         findings.append(Finding(Level.WARN, found, f"{why}: {do}"))

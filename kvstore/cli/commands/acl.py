@@ -52,6 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="nodes may run scripts in Redis, and remove records in a quarter of the time; only "
         "where all who share it trust them: a script can keep Redis busy without end",
     )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="nodes may remove records of nodes that are gone for a day: the one case in which a "
+        "node writes another's; SCAN shows them the names of all tenants' keys",
+    )
     passwords = parser.add_mutually_exclusive_group()
     passwords.add_argument(
         "--passwords",
@@ -86,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
                 password = secrets.token_urlsafe(PASSWORD_BYTES)
                 made.append(f"{user} {password}")
             hashed = password_hash(password)
-        rules = acl_rules(role, args.key_prefix, hashed, scripts=args.scripts)
+        rules = acl_rules(role, args.key_prefix, hashed, scripts=args.scripts, sweep=args.sweep)
         lines.append(f"user {user} {rules}" if args.format == "file" else _setuser(user, rules))
     print("\n".join(lines))
     if made:

@@ -37,7 +37,7 @@ COMMANDS: dict[AclRole, tuple[str, ...]] = {
     AclRole.NODE: (
         *_EVERYONE,
         *("mget", "get", "set", "mset", "del", "watch", "unwatch", "multi", "exec", "info"),
-        *("sadd", "srem", "smembers"),
+        *("sadd", "srem", "smembers", "pexpire"),
     ),
     AclRole.OPERATOR: (*_EVERYONE, "mget", "smembers", "info"),
 }
@@ -48,6 +48,9 @@ SCRIPTS = ("evalsha", "script|load")
 """In place of `TRANSACTIONS`, for nodes that may be trusted with all who share the Redis: a script
 can keep it busy without end. With them a record is removed in a quarter of the time, on a Redis
 Cluster in less."""
+SWEEPS = ("scan",)
+"""For nodes that remove what nodes that are gone left (node/publishing/dead_records.py). It shows
+them the names of all keys, other tenants' too."""
 
 _NODE_ID = "[0-9a-f]" * 16
 _BLOCKS, _NODES = ("{*",), ("nodes", f"node:{_NODE_ID}")
@@ -65,9 +68,16 @@ def password_hash(password: str) -> str:
     return sha256(password.encode()).hexdigest()
 
 
-def acl_rules(role: AclRole, key_prefix: str, hashed: str | None, *, scripts: bool = False) -> str:
+def acl_rules(
+    role: AclRole,
+    key_prefix: str,
+    hashed: str | None,
+    *,
+    scripts: bool = False,
+    sweep: bool = False,
+) -> str:
     """The words after `ACL SETUSER name`, or after `user name` in an ACL file. With `scripts` a
-    node has the right to `SCRIPTS` in place of `TRANSACTIONS`.
+    node has the right to `SCRIPTS` in place of `TRANSACTIONS`, with `sweep` to `SWEEPS` too.
 
     Everything the user had is taken away first, except, with `hashed` None, its
     passwords. Raises `UsageError` for a prefix or a hash that is none.
@@ -82,6 +92,7 @@ def acl_rules(role: AclRole, key_prefix: str, hashed: str | None, *, scripts: bo
     names = COMMANDS[role]
     if scripts and role is AclRole.NODE:
         names = (*(name for name in names if name not in TRANSACTIONS), *SCRIPTS)
+    names = (*names, *SWEEPS) if sweep and role is AclRole.NODE else names
     words += [f"+{name}" for name in names]
     return " ".join(words)
 

@@ -7,6 +7,7 @@ that was taken out though it lives is back with its next heartbeat.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 
@@ -24,6 +25,13 @@ SWEPT_EVERY = 60
 """Announcements of one node between two looks for the ids of dead ones."""
 
 _NODE_ID = re.compile(rb"[0-9a-f]{16}")
+_VOLATILE = re.compile(rb"maxmemory:[1-9].*maxmemory_policy:(volatile-\w+)", re.DOTALL)
+"""In INFO: only keys that expire are evicted, and of ours only announcements do."""
+_EVICTED = (
+    "Redis has maxmemory-policy %s: when full, it evicts the announcements of nodes, and other "
+    "hosts find none of their blocks; set allkeys-lru"
+)
+log = logging.getLogger("kvstore.index")
 
 
 class RedisNodes:
@@ -44,6 +52,14 @@ class RedisNodes:
         if self._announced % SWEPT_EVERY == 0:
             self._sweep()
         self._announced += 1
+
+    def renew(self, node_id: int, ttl_s: float) -> bool:
+        check_node_id(node_id)
+        check_announcement(b"", ttl_s)
+        key = self._space.node_key(node_id)
+        ttl_ms = b"%d" % max(round(ttl_s * 1e3), 1)
+        (reply,) = self._write.run([Request(command(b"PEXPIRE", key, ttl_ms), key_slot(key))])
+        return self._replies.number(reply) == 1
 
     def withdraw(self, node_id: int) -> None:
         check_node_id(node_id)
@@ -79,6 +95,9 @@ class RedisNodes:
 
     def _sweep(self) -> None:
         try:
+            for (reply,) in self._write.ask_all(lambda shard: command(b"INFO", b"memory"), 1):
+                if isinstance(reply, bytes) and (policy := _VOLATILE.search(reply)):
+                    log.warning(_EVICTED, policy[1].decode())
             ids = self._ids(self._write)
             answers = zip(ids, self._ask(self._write, ids), strict=True)
             dead = [

@@ -16,14 +16,14 @@ from typing import TypeVar
 from redis.crc import key_slot
 
 from kvstore.errors import IndexUnavailableError, UsageError
-from kvstore.index.base import KeyedRecord, Record
+from kvstore.index.base import KeyedRecord, KeyRecord, Place, Record
 from kvstore.index.checks import check_keys, check_records
 from kvstore.index.redis.announcements import RedisNodes
 from kvstore.index.redis.cluster import ClusterRoute
 from kvstore.index.redis.connection import FAILURES, Dial, Links, LostReply, RefusedError, Reply
 from kvstore.index.redis.identity import identity_of
 from kvstore.index.redis.key_space import KeySpace, chunks, command
-from kvstore.index.redis.replies import Replies, banned, no_script
+from kvstore.index.redis.replies import Replies, banned, full, no_script
 from kvstore.index.redis.route import (
     Request,
     Route,
@@ -35,6 +35,7 @@ from kvstore.index.redis.route import (
 )
 from kvstore.index.redis.url import Target, parse_url
 from kvstore.limits import (
+    BATCH_KEYS_MAX,
     LOOKUP_LINKS_MAX,
     PUBLISH_LINKS_MAX,
     REDIS_ARGS_MAX,
@@ -175,6 +176,9 @@ class RedisIndex:
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         self._nodes.announce(node_id, announcement, ttl_s)
 
+    def renew(self, node_id: int, ttl_s: float) -> bool:
+        return self._nodes.renew(node_id, ttl_s)
+
     def withdraw(self, node_id: int) -> None:
         self._nodes.withdraw(node_id)
 
@@ -183,6 +187,24 @@ class RedisIndex:
 
     def nodes(self) -> dict[int, bytes]:
         return self._nodes.all()
+
+    def scan(self, place: Place) -> tuple[Place, list[KeyRecord]]:
+        part, cursor = place
+        shards = self._write.shards()
+        if part >= len(shards):  # the cluster has become smaller
+            return (0, 0), []
+        (reply,) = shards[part].links.run(self._space.scan_request(cursor))
+        reply = self._replies.value(reply)
+        try:
+            after, names = int(reply[0]), reply[1][:BATCH_KEYS_MAX]
+            keys = [key for key in map(self._space.key_of, names) if key is not None]
+        except (TypeError, ValueError, IndexError):
+            raise self._replies.surprised(reply) from None
+        pairs = zip(keys, self.lookup(keys), strict=True)
+        found = [KeyRecord(key, record) for key, record in pairs if record is not None]
+        if not after:
+            part = (part + 1) % len(shards)
+        return (part, after), found
 
     def ping(self) -> None:
         for (reply,) in self._read.ask_all(_ping, 1, even_if_away=True):
@@ -289,8 +311,13 @@ class RedisIndex:
                 if not mine:
                     link.run(command(b"UNWATCH"), 1, deadline)
                     return 0
-                delete = command(b"MULTI") + command(b"DEL", *mine) + command(b"EXEC")
-                *_, done = map(self._replies.value, link.run_here(delete, 3, deadline))
+                delete = command(b"DEL", *mine)
+                together = command(b"MULTI") + delete + command(b"EXEC")
+                replies = link.run_here(together, 3, deadline)
+                if full(replies[1]):
+                    # Redis 7 queues nothing while it is full; nor does it take another record.
+                    replies = link.run_here(delete, 1, deadline)
+                *_, done = map(self._replies.value, replies)
                 if done is not None:
                     return self._replies.number(
                         done[0] if isinstance(done, list) and done else done
@@ -313,7 +340,9 @@ class RedisIndex:
         )
 
     def _shard_incarnation(self, replies: list[Reply]) -> str:
-        info, made, epoch = map(self._replies.value, replies)
+        info, epoch = map(self._replies.value, replies[::2])
+        # A full server keeps the epoch that it has.
+        made = None if full(replies[1]) and epoch else self._replies.value(replies[1])
         run_ids = [
             line.removeprefix(b"run_id:")
             for line in (info.splitlines() if isinstance(info, bytes) else ())

@@ -24,6 +24,8 @@ from kvstore.keys import DIGEST_BYTES
 from kvstore.types import TAG_BYTES, Key
 
 KEY_PREFIX_BYTES_MAX = 128
+SCANNED_AT_ONCE = b"1000"
+"""Redis looks at so many keys in a command, in about 0.2 ms."""
 _ANOTHERS = re.compile(":epoch:[0-9]")
 """Keys of a Redis Cluster's slots under a shorter prefix are called so (acl.py), and a
 pattern of Redis cannot say where a number ends."""
@@ -110,6 +112,19 @@ class KeySpace:
 
     def redis_key(self, key: Key) -> bytes:
         return self._head % key[:TAG_BYTES].hex().encode() + key[TAG_BYTES:]
+
+    def key_of(self, name: bytes) -> Key | None:
+        """The key that `redis_key` spells so; None for what is no block's."""
+        at = self._head.index(b"%s")
+        try:
+            key = bytes.fromhex(name[at : at + 2 * TAG_BYTES].decode()) + name[-DIGEST_BYTES:]
+        except ValueError:
+            return None
+        return key if self.redis_key(key) == name else None
+
+    def scan_request(self, cursor: int) -> bytes:
+        blocks = self._head.replace(b"%s}:", b"*")
+        return command(b"SCAN", b"%d" % cursor, b"MATCH", blocks, b"COUNT", SCANNED_AT_ONCE)
 
     def slot(self, key: Key) -> int:
         """The Redis Cluster slot of `key`: that of its tag."""

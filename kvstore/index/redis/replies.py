@@ -65,5 +65,9 @@ def banned(reply: Reply) -> bool:
     return text.startswith(("NOPERM", "ERR unknown command"))
 
 
+def full(reply: Reply) -> bool:
+    return isinstance(reply, ErrorReply) and str(reply).startswith("OOM")
+
+
 def no_script(reply: Reply) -> bool:
     return isinstance(reply, ErrorReply) and str(reply).startswith("NOSCRIPT")

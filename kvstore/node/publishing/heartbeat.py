@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable
 
-from kvstore.errors import IndexUnavailableError
+from kvstore.errors import IndexBreakerOpenError, IndexRefusedError, IndexUnavailableError
 from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import INDEX_WARNED_EVERY_S, NODE_BELIEVED_S, NODE_TTL_S
@@ -21,6 +21,8 @@ log = logging.getLogger("kvstore.node")
 HEARTBEAT_S = 1.0
 JITTER = 0.2
 """Share of the period by which nodes drift apart, so that they do not beat together."""
+UNREACHED = "node %s cannot reach the index, only its own host finds its blocks: %s"
+RENEWED = "node %s cannot tell the index anything new, other hosts find what it was told before: %s"
 ANNOUNCEMENT_TTL_S = NODE_TTL_S - NODE_BELIEVED_S
 """In the index: a client that looked just before the end believes it for the rest."""
 
@@ -59,10 +61,23 @@ class Heartbeat:
         self._incarnation = ""
         self._first = True
         """Nothing can have been published yet."""
+        self._said = False
+        """The index has had an announcement of this start."""
         self._reachable = True
         self._now = machine.monotonic
         self._started_at = self._now()
         self._warn_at = 0.0
+
+    def _renewed(self, error: IndexUnavailableError) -> bool:
+        """Say that the node lives, to an index that refuses to be told more: it may be full.
+        Returns whether what it was told before stays."""
+        cause = error.__cause__ if isinstance(error, IndexBreakerOpenError) else error
+        if not self._said or not isinstance(cause, IndexRefusedError):
+            return False  # one that hangs would keep the event loop a second time
+        try:
+            return self._index.renew(self._announcement.node_id, ANNOUNCEMENT_TTL_S)
+        except IndexUnavailableError:
+            return False
 
     async def run(self) -> None:
         while True:
@@ -89,16 +104,14 @@ class Heartbeat:
                 else self._signer.announcement(announcement.pack())
             )
             self._index.announce(announcement.node_id, raw, ANNOUNCEMENT_TTL_S)
+            self._said = True
         except IndexUnavailableError as e:
+            text = RENEWED if self._renewed(e) else UNREACHED
             self._news(())
             now = self._now()
             if self._reachable or now >= self._warn_at:
                 self._warn_at = now + INDEX_WARNED_EVERY_S
-                log.warning(
-                    "node %s cannot reach the index, only its own host finds its blocks: %s",
-                    self._announcement.name,
-                    e,
-                )
+                log.warning(text, self._announcement.name, e)
             self._reachable = False
             self._on_beat(e)
             return

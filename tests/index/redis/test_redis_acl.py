@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from contract.index import scanned
 from redis_servers import RedisCluster, RedisServer, free_port
 from stores import MIB, PATIENT
 
@@ -159,6 +160,7 @@ def run_everything(where: str, servers: list[RedisServer], monitor: Monitor, run
         assert list(index.nodes()) == [node.announcement.node_id]
         node.index.ping()  # as its circuit breaker does
         assert node.index.node(node.announcement.node_id) is not None
+        assert node.index.renew(node.announcement.node_id, 5)
         node.index.remove([KeyRecord(bytes(32), b"absent")])
         monitor.note_users()
     assert node.core.outbox.forgotten == 0
@@ -221,8 +223,23 @@ def test_a_node_with_scripts_removes_its_records_by_one(server: RedisServer) -> 
     assert not {f"+{name}" for name in TRANSACTIONS} & set(rules)
 
 
+def test_a_node_lists_records_only_where_it_was_given_the_right_to(server: RedisServer) -> None:
+    node = index_of(server, AclRole.NODE)
+    node.publish(RECORDS)
+    with pytest.raises(IndexUnavailableError, match=r"lacks a right.*scan"):
+        node.scan((0, 0))
+    rules = acl_rules(AclRole.NODE, TENANT, password_hash(PASSWORD), sweep=True).split()
+    server.admin().execute_command("ACL", "SETUSER", "sweeps", *rules)
+    url = f"redis://sweeps:{PASSWORD}@127.0.0.1:{server.port}"
+    with closing(open_index(url, key_prefix=TENANT, timeout_s=5, publish_timeout_s=5)) as index:
+        assert scanned(index) == dict(RECORDS)
+        index.remove(RECORDS)
+    node.close()
+
+
 @pytest.mark.parametrize("role", [AclRole.CLIENT, AclRole.OPERATOR])
-def test_nobody_but_nodes_is_given_scripts(role: AclRole) -> None:
+def test_nobody_but_nodes_is_given_scripts_or_a_list_of_keys(role: AclRole) -> None:
+    assert acl_rules(role, TENANT, None, sweep=True) == acl_rules(role, TENANT, None)
     assert acl_rules(role, TENANT, None, scripts=True) == acl_rules(role, TENANT, None)
 
 

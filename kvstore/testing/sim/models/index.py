@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from kvstore.errors import IndexDeadlineError, IndexUnavailableError
-from kvstore.index.base import KeyedRecord, Record
+from kvstore.errors import IndexDeadlineError, IndexRefusedError, IndexUnavailableError
+from kvstore.index.base import KeyedRecord, KeyRecord, Place, Record
 from kvstore.index.memory import MemoryIndex
 from kvstore.record import pack_record, unpack_record
 from kvstore.types import Key
@@ -31,6 +31,8 @@ class SimServer(MemoryIndex):
         self._fresh_incarnation()
         self.down: bool = False
         self.slow = self.lying = self.forged = self.lagging = self.shard_away = False
+        self.full = False
+        """It has no memory for what is written; that is set by tests, no weather draws it."""
         self.lied_at = 0.0
         self.replica: dict[Key, Record] = {}
         self.late: set[KeyedRecord] = set()
@@ -42,7 +44,12 @@ class SimServer(MemoryIndex):
     def _fresh_incarnation(self) -> None:
         self._incarnation = f"{self._rng.getrandbits(64):016x}"
 
+    def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
+        self._take_in()
+        super().announce(node_id, announcement, ttl_s)
+
     def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
+        self._take_in()
         lost = [item for item in records if self.away(item[0])]
         records = [item for item in records if not self.away(item[0])]
         super().publish(records)
@@ -53,6 +60,11 @@ class SimServer(MemoryIndex):
             del kept[:-HISTORY_MAX]
         self._replicate(dict(records))
         return lost
+
+    def _take_in(self) -> None:
+        if self.full:
+            self._world.count("index_full")
+            raise IndexRefusedError("simulated")
 
     def remove(self, records: Sequence[KeyedRecord]) -> int:
         if any(self.away(key) for key, _ in records):
@@ -275,6 +287,9 @@ class SimIndex:
     def announce(self, node_id: int, announcement: bytes, ttl_s: float) -> None:
         self._call(lambda: self._server.announce(node_id, announcement, ttl_s))
 
+    def renew(self, node_id: int, ttl_s: float) -> bool:
+        return self._call(lambda: self._server.renew(node_id, ttl_s))
+
     def withdraw(self, node_id: int) -> None:
         self._call(lambda: self._server.withdraw(node_id))
 
@@ -289,6 +304,9 @@ class SimIndex:
             return {node_id: raw for node_id, raw in said.items() if raw is not None}
 
         return self._call(act)
+
+    def scan(self, place: Place) -> tuple[Place, list[KeyRecord]]:
+        return self._call(lambda: self._server.scan(place))
 
     def ping(self) -> None:
         self._call(self._server.ping)
