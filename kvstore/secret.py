@@ -27,14 +27,9 @@ def secret(name: str, given: str | bytes | None = None) -> bytes | None:
     where = name.removeprefix("KVSTORE_").lower()
     if given is None and (given := os.environ.get(name) or None) is not None:
         where = name
-    file = os.environ.get(f"{name}_FILE")
-    if given is None and file:
-        where, given = f"{name}_FILE", _read(f"{name}_FILE", Path(file))
-    if given is None and not file:
-        own = f"{name.removeprefix('KVSTORE_').lower()}_file"
-        listed: Path | None = getattr(read_config().security(), own)
-        if listed is not None:
-            where, given = f"security.{own}", _read(f"security.{own}", listed)
+    if given is None and (file := secret_file(name)) is not None:
+        where = f"{name}_FILE" if os.environ.get(f"{name}_FILE") else f"security.{where}_file"
+        given = read_secret(where, file)
     if given is None:
         return None
     if not isinstance(given, str | bytes):
@@ -49,12 +44,35 @@ def secret(name: str, given: str | bytes | None = None) -> bytes | None:
     return raw
 
 
+def secret_file(name: str) -> Path | None:
+    """The file that `secret` takes it from; None where it takes it from none."""
+    if os.environ.get(name):
+        return None
+    own = f"{name.removeprefix('KVSTORE_').lower()}_file"
+    file = os.environ.get(f"{name}_FILE") or getattr(read_config().security(), own)
+    return Path(file) if file else None
+
+
+def secrets_in(field: str, raw: bytes) -> tuple[bytes, ...]:
+    """The secret, or the two secrets, each a line of text, of which the first is used and the
+    second accepted too. What is no text is one, whatever its bytes. Raises `UsageError`."""
+    lines = [line.strip() for line in raw.strip().split(b"\n")]
+    if len(lines) == 1 or not b"".join(lines).decode(errors="surrogateescape").isprintable():
+        lines = [raw]
+    for line in lines:
+        if not (SECRET_BYTES_MIN <= len(line) <= SECRET_BYTES_MAX and len(lines) <= 2):
+            must = f"must have {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes"
+            found = f"a line of {len(line)} bytes" if len(lines) > 1 else f"{len(line)} bytes"
+            raise UsageError(field, found, f"{must}, in one line or in each of two")
+    return tuple(lines)
+
+
 def tenant_salt(given: str | bytes | None = None) -> bytes:
     """The salt of this process's tenant, for `Namespace`; empty when it has none."""
     return secret(SALT, given) or b""
 
 
-def _read(field: str, path: Path) -> bytes:
+def read_secret(field: str, path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o007:

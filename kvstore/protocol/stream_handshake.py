@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hmac
 import struct
+from collections.abc import Sequence
 
 from kvstore.protocol.stream import WireError, unpacked
 from kvstore.protocol.stream_seal import (
@@ -88,17 +89,19 @@ class _Side:
         secret: bytes | None,
         nonce: bytes,
         node: tuple[int, int],
+        accepted: Sequence[bytes] = (),
         *,
         protected: bool = False,
         macs: frozenset[Mac] | None = None,
     ) -> None:
         """`nonce` is fresh and random. `node` is the (node id, epoch) of the node that answers, or
-        must answer: a restarted node is another one.
+        must answer: a restarted node is another one. `accepted`: secrets that let a client in, too.
 
         `protected`: TLS keeps the bytes, so that they need no seals. `macs`: those that this side
         can make, by default all that are `available`.
         """
         self._secret = secret
+        self._accepted = accepted
         self._nonce = nonce
         self._node = node
         self._sealed = secret is not None and not protected
@@ -155,7 +158,8 @@ class ClientHandshake(_Side):
 
 
 class NodeHandshake(_Side):
-    """Decides for a node whom it lets in: `answer`, then `judge`, then `seals`."""
+    """Decides for a node whom it lets in: `answer`, then `judge`, then `seals`, which are of the
+    secret that the client has proved."""
 
     def hello(self) -> bytes:
         """What to send to a client: also to one of another version, which then can say so."""
@@ -177,9 +181,11 @@ class NodeHandshake(_Side):
 
     def judge(self, proof: bytes) -> tuple[bool, bytes]:
         """Whether the client knows the secret, and what to tell it."""
-        if not matches(_proof(self._secret, b"client", self._transcript), proof):
-            return False, bytes(VERDICT_BYTES)
-        return True, bytes([ACCEPTED]) + _proof(self._secret, b"node", self._transcript)
+        for secret in (self._secret, *self._accepted):
+            if matches(_proof(secret, b"client", self._transcript), proof):
+                self._secret = secret
+                return True, bytes([ACCEPTED]) + _proof(secret, b"node", self._transcript)
+        return False, bytes(VERDICT_BYTES)
 
     def seals(self) -> Seals:
         """The seals of this connection, once the client is known to know the secret."""

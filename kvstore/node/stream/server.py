@@ -14,6 +14,7 @@ import socket
 import ssl
 import threading
 import time
+from dataclasses import replace
 from math import inf
 
 from kvstore.errors import NodeUnavailableError, PeerError, UsageError
@@ -45,6 +46,7 @@ from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.nixl.transport import agent_prefix
 from kvstore.transport.stream.address import WILDCARDS, Address, own_address, parse_advertise
 from kvstore.transport.stream.channel import Channel, hang_up
+from kvstore.transport.stream.security import ending
 from kvstore.transport.stream.transport import NAME as STREAM
 
 log = logging.getLogger("kvstore.node")
@@ -52,6 +54,8 @@ log = logging.getLogger("kvstore.node")
 V4_IN_V6 = "::ffff:"
 """How a socket for both names who came by IPv4."""
 STOP_TIMEOUT_S = 2.0
+END_WARNED_EVERY_S = 6 * 3600.0
+"""Of a certificate that ends soon."""
 ACCEPT_POLL_S = 0.2
 IDLE_MIN_S = 1.0
 """A connection that has asked for nothing for so long goes when another client needs its room; its
@@ -94,6 +98,7 @@ class StreamServer:
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._say = Seldom(log)
+        self._look_at_end_at = 0.0
 
     def _open(self, config: NodeConfig, announcement: Announcement) -> None:
         """Listen where `config` says. Raises `UsageError`."""
@@ -101,8 +106,8 @@ class StreamServer:
         host, port = config.listen
         self._node = (announcement.node_id, announcement.epoch)
         self._name = announcement.name
-        self._secret = config.security.secret
-        self._tls = config.security.server_context()
+        self._security = replace(config.security)
+        tls = self._security.server_context()
         try:
             self._listener = listen(host, port)
         except (OSError, OverflowError, TypeError, ValueError) as e:  # in use, or can be none
@@ -114,7 +119,7 @@ class StreamServer:
         shown, at = own_address(v6=v6) if host in WILDCARDS else host, None
         if config.advertise:
             shown, at = parse_advertise(config.advertise)
-        scheme = "tcp" if self._tls is None else "tls"
+        scheme = "tcp" if tls is None else "tls"
         self.address = Address(scheme, shown, at or self._listener.getsockname()[1])
         self.transports = {STREAM: str(self.address)}
         """What the node announces."""
@@ -162,6 +167,7 @@ class StreamServer:
             if time.monotonic() >= look_again_at:
                 look_again_at = time.monotonic() + ACCEPT_POLL_S
                 self._listen(poll)
+                self._look_at_files()
             for fd, _ in poll.poll(ACCEPT_POLL_S * 1e3):
                 if fd == listener:
                     guest = self._greet(poll, waiting)
@@ -176,6 +182,15 @@ class StreamServer:
                 self._send_off(guest, poll, waiting)
         for guest in waiting.values():
             guest.socket.close()
+
+    def _look_at_files(self) -> None:
+        """Notice files that have changed, or are to, whether somebody connects or not."""
+        self._security.secrets()
+        self._security.server_context()
+        if self._security.tls_cert is not None and time.monotonic() >= self._look_at_end_at:
+            self._look_at_end_at = time.monotonic() + END_WARNED_EVERY_S
+            if soon := ending(self._security.tls_cert):
+                log.warning("node %s: %s: renew it", self._name, soon)
 
     def _listen(self, poll: select.poll) -> None:
         """Look for connections, from now on or again."""
@@ -281,11 +296,12 @@ class StreamServer:
             self._gone(guest)
 
     def _encrypt(self, guest: Guest) -> None:
-        if self._tls is None:
+        tls = self._security.server_context()
+        if tls is None:
             return
         guest.socket.settimeout(STREAM_HANDSHAKE_TIMEOUT_S)
         try:
-            encrypted = self._tls.wrap_socket(
+            encrypted = tls.wrap_socket(
                 guest.socket, server_side=True, do_handshake_on_connect=False
             )
             guest.socket = encrypted  # the plain one is an empty shell from here on
@@ -295,7 +311,10 @@ class StreamServer:
 
     def _shake_hands(self, channel: Channel, guest: Guest, deadline: float) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        shake = NodeHandshake(self._secret, nonce, self._node, protected=channel.encrypted)
+        secrets_now = self._security.secrets() or (None,)
+        shake = NodeHandshake(
+            secrets_now[0], nonce, self._node, secrets_now[1:], protected=channel.encrypted
+        )
         hello = channel.receive_bytes(CLIENT_HELLO_BYTES, deadline)
         try:
             answer = shake.answer(hello)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import ssl
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvstore.config_file import read_config
 from kvstore.errors import UsageError
-from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
-from kvstore.secret import secret
+from kvstore.secret import read_secret, secret, secret_file, secrets_in
+from kvstore.system.renewed import Renewed
 
+T = TypeVar("T")
+ENDS_SOON_S = 7 * 24 * 3600.0
 SECRET, SECRET_FILE = "KVSTORE_SECRET", "KVSTORE_SECRET_FILE"
 TLS_CA, TLS_CERT, TLS_KEY = "KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY"
 
@@ -23,21 +28,23 @@ class StreamSecurity:
     """
 
     secret: bytes | None = field(default=None, repr=False)
+    """Or two, a line each: the first is used, the second accepted from others too."""
+    secret_file: Path | None = None
+    """Where it stands, to be read again when that changes, as the files below are."""
     tls_ca: Path | None = None
     """Who may have signed the other side's certificate; a client needs it for TLS. On a node it
     makes certificates of clients a must."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    _renewed: dict[str, Renewed[Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        if self.secret is not None and not (
-            SECRET_BYTES_MIN <= len(self.secret) <= SECRET_BYTES_MAX
-        ):
-            raise UsageError(
-                "secret",
-                f"{len(self.secret)} bytes",
-                f"must have {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes",
-            )
+        if self.secret is None and self.secret_file is not None:
+            object.__setattr__(self, "secret", read_secret("secret_file", self.secret_file).strip())
+        if self.secret is not None:
+            secrets_in("secret", self.secret)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("tls_cert, tls_key", "one of them", "must be given both or neither")
 
@@ -51,38 +58,69 @@ class StreamSecurity:
         files = read_config().security()
         return cls(
             secret=secret(SECRET),
+            secret_file=secret_file(SECRET),
             tls_ca=_path(TLS_CA) or files.tls_ca,
             tls_cert=_path(TLS_CERT) or files.tls_cert,
             tls_key=_path(TLS_KEY) or files.tls_key,
         )
 
+    def secrets(self) -> tuple[bytes, ...]:
+        """The secrets as they are now: what this end uses, then what it accepts too."""
+        file = self.secret_file
+        if file is None:
+            return secrets_in("secret", self.secret) if self.secret else ()
+
+        def read() -> tuple[bytes, ...]:
+            return secrets_in("secret_file", read_secret("secret_file", file).strip())
+
+        return self._now("secret", (file,), read)
+
     def client_context(self) -> ssl.SSLContext | None:
-        """The TLS context of a client; None without a CA: then it uses no TLS. Raises `UsageError`
-        for files that cannot be used."""
-        if self.tls_ca is None:
-            return None
-        return self._context(ssl.Purpose.SERVER_AUTH)
+        """The TLS context of a client, as its files are now; None without a CA: then it uses no
+        TLS. Raises `UsageError` for files that cannot be used when they are first read."""
+        return None if self.tls_ca is None else self._context(ssl.Purpose.SERVER_AUTH)
 
     def server_context(self) -> ssl.SSLContext | None:
-        """The TLS context of a node; None without a certificate: then it serves without TLS.
-        Raises `UsageError` for files that cannot be used."""
-        if self.tls_cert is None:
-            return None
-        context = self._context(ssl.Purpose.CLIENT_AUTH)
-        if self.tls_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        """The TLS context of a node, as its files are now; None without a certificate: then it
+        serves without TLS. Raises `UsageError` as `client_context` does."""
+        return None if self.tls_cert is None else self._context(ssl.Purpose.CLIENT_AUTH)
 
     def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
-        try:
-            context = ssl.create_default_context(purpose, cafile=self.tls_ca)
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            if self.tls_cert is not None:
-                context.load_cert_chain(self.tls_cert, self.tls_key)
-        except (OSError, ValueError) as e:  # SSLError is an OSError
-            files = ", ".join(str(p) for p in (self.tls_ca, self.tls_cert, self.tls_key) if p)
-            raise UsageError("tls", files, f"cannot be used: {e}") from e
-        return context
+        files = [path for path in (self.tls_ca, self.tls_cert, self.tls_key) if path]
+
+        def make() -> ssl.SSLContext:
+            try:
+                context = ssl.create_default_context(purpose, cafile=self.tls_ca)
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+                if self.tls_cert is not None:
+                    context.load_cert_chain(self.tls_cert, self.tls_key)
+            except (OSError, ValueError) as e:  # SSLError is an OSError
+                named = ", ".join(map(str, files))
+                raise UsageError("tls", named, f"cannot be used: {e}") from e
+            if purpose is ssl.Purpose.CLIENT_AUTH and self.tls_ca is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
+            return context
+
+        return self._now(purpose.name, files, make)
+
+    def _now(self, name: str, files: Sequence[Path], make: Callable[[], T]) -> T:
+        if name not in self._renewed:
+            self._renewed[name] = Renewed(files, make)
+        value: T = self._renewed[name].get()
+        return value
+
+
+def ending(certificate: Path) -> str:
+    """When a certificate ends, if it has or does so within `ENDS_SOON_S`; empty otherwise, also
+    where it cannot be read."""
+    try:
+        # Nothing public decodes one that no peer has shown.
+        decoded = ssl._ssl._test_decode_cert(str(certificate))  # type: ignore[attr-defined]
+    except (OSError, ValueError, AttributeError):
+        return ""
+    left_s = ssl.cert_time_to_seconds(decoded["notAfter"]) - time.time()
+    when = f"the certificate in {certificate} ends at {decoded['notAfter']}"
+    return when if left_s < ENDS_SOON_S else ""
 
 
 def _path(variable: str) -> Path | None:

@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_IDLE_TIMEOUT_S
@@ -64,8 +65,8 @@ class StreamTransport:
     name = NAME
 
     def __init__(self, security: StreamSecurity) -> None:
-        self._security = security
-        self._tls = security.client_context()
+        self._security = replace(security)  # the caller's own keeps nothing that is renewed
+        self._tls = self._security.client_context() is not None
         self._lock = threading.RLock()
         self._pools: dict[PoolKey, Pool] = {}
         self.refusals = Refusals()
@@ -75,7 +76,7 @@ class StreamTransport:
     def usable(self, node: Announcement) -> bool:
         """Whether the node can be reached like this: a client with a CA uses TLS, and only that."""
         address = self._address(node)
-        return address is not None and (address.scheme == "tls") == (self._tls is not None)
+        return address is not None and (address.scheme == "tls") == self._tls
 
     @staticmethod
     def _address(node: Announcement) -> Address | None:
@@ -164,9 +165,10 @@ class StreamTransport:
                 raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
         try:
-            if self._tls is not None:
+            tls = self._security.client_context()
+            if tls is not None:
                 connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                connection = self._tls.wrap_socket(connection, server_hostname=address.host)
+                connection = tls.wrap_socket(connection, server_hostname=address.host)
             channel = Channel(connection)
             self._shake_hands(channel, (node.node_id, node.epoch), deadline)
         except PeerError as e:
@@ -183,7 +185,7 @@ class StreamTransport:
 
     def _shake_hands(self, channel: Channel, node: tuple[int, int], deadline: float) -> None:
         shake = ClientHandshake(
-            self._security.secret,
+            next(iter(self._security.secrets()), None),
             secrets.token_bytes(NONCE_BYTES),
             node,
             protected=channel.encrypted,

@@ -1,0 +1,61 @@
+"""Keeps what is made of files (secrets, certificates), and makes it anew when they change."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from kvstore.errors import UsageError
+
+log = logging.getLogger("kvstore")
+
+T = TypeVar("T")
+LOOK_EVERY_S = 1.0
+SETTLED_S = 1.0
+"""A file that was written to less long ago may be half written."""
+WARNED_EVERY_S = 30.0
+
+
+class Renewed(Generic[T]):
+    """What `make` makes of `files`. Where they cannot be read or used later, the old one stays,
+    with a warning now and then. The first time that is what `make` raises."""
+
+    def __init__(self, files: Sequence[Path], make: Callable[[], T]) -> None:
+        self._files = files
+        self._make = make
+        self._look_at = self._warn_at = float("-inf")
+        self._seen: object = None
+        with suppress(OSError):  # `make` says it better
+            self._seen, _ = self._stamps()
+        self._value = make()
+
+    def get(self) -> T:
+        """What is made of the files as they are now, or were a moment ago. Asks the disk once in
+        `LOOK_EVERY_S`."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            try:
+                self._look()
+            except (OSError, UsageError) as e:
+                if now >= self._warn_at:
+                    self._warn_at = now + WARNED_EVERY_S
+                    names = ", ".join(map(str, self._files))
+                    log.warning("%s changed; what it was before is used on: %s", names, e)
+        return self._value
+
+    def _look(self) -> None:
+        seen, age_s = self._stamps()
+        if seen != self._seen and not 0 <= age_s < SETTLED_S:
+            self._value = self._make()
+            self._seen = seen
+
+    def _stamps(self) -> tuple[object, float]:
+        """What tells these files from others, and how long ago one was written to."""
+        found = [file.stat() for file in self._files]
+        stamps = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in found]
+        return stamps, time.time() - max(s.st_ctime for s in found)
