@@ -51,6 +51,7 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
+from kvstore.index.redis.url import RedisUrl
 from kvstore.keys import Namespace, chained_hashes
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
@@ -105,6 +106,7 @@ __all__ = [
     "Limits",
     "LimitTable",
     "StreamSecurity",
+    "RedisUrl",
     "read_settings",
     "known_names",
     "read_config",

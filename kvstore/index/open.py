@@ -42,7 +42,7 @@ def open_guarded(url: str | None, *, key_prefix: str, run_dir: Path, limits: Lim
     url = url or os.environ.get(URL_VARIABLE) or None
     embedded = EmbeddedRedis.acquire(run_dir) if url is None else None
     try:
-        where = embedded.url if embedded is not None else str(url)
+        where = embedded.url if embedded is not None else url or ""
         index = open_index(
             where,
             key_prefix=key_prefix,

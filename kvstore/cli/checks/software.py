@@ -20,6 +20,7 @@ from kvstore.transport import select
 from kvstore.transport.nixl.child import INSTALL as NIXL_INSTALL
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NAME as NIXL
+from kvstore.transport.stream.security import StreamSecurity, ending
 from kvstore_vllm_plugin import foreign_connector
 
 DISTRIBUTION = "kvstore-llm"
@@ -256,7 +257,11 @@ def transports(context: Context) -> list[Finding]:
     found = f"the first that a node offers of {', '.join(names)}" + (f" ({named})" if named else "")
     if NIXL in names and not installed():
         found += f"; {NIXL} is not installed"
-    return [Finding(Level.INFO, found)]
+    findings = [Finding(Level.INFO, found)]
+    certificate = StreamSecurity.from_environment().tls_cert
+    if certificate is not None and (ends := ending(certificate)):
+        findings.append(Finding(Level.WARN, ends, "renew its files: no process needs a restart"))
+    return findings
 
 
 def vllm(context: Context) -> list[Finding]:

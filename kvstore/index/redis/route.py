@@ -32,6 +32,7 @@ from kvstore.index.redis.connection import (
     Reply,
 )
 from kvstore.index.redis.key_space import command
+from kvstore.index.redis.password import Password
 from kvstore.index.redis.url import Host, Target
 from kvstore.system import tcp
 
@@ -153,11 +154,12 @@ def _open(make: Callable[..., AbstractConnection], **options: object) -> Abstrac
     return connection
 
 
-def _hello(username: str, password: str, db: int) -> tuple[bytes, int]:
+def _hello(username: str, given: Password, db: int, deadline: float) -> tuple[bytes, int]:
     requests = []
+    password = given if isinstance(given, str) else given(deadline)
     if password:
         user = [username.encode()] if username else []
-        requests.append(command(b"AUTH", *user, password.encode()))
+        requests.append(command(b"AUTH", *user, password.encode(errors="surrogateescape")))
     if db:
         requests.append(command(b"SELECT", b"%d" % db))
     return b"".join(requests), len(requests)
@@ -165,10 +167,10 @@ def _hello(username: str, password: str, db: int) -> tuple[bytes, int]:
 
 def host_dial(target: Target, host: Host) -> Dial:
     """Opens connections to `host` with the user and the TLS options of `target`."""
-    hello, replies = _hello(target.username, target.password, target.db)
 
     def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
-        return _open_host(target, host, deadline), hello, replies
+        hello = _hello(target.username, target.password, target.db, deadline)
+        return _open_host(target, host, deadline), *hello
 
     return dial
 
@@ -183,9 +185,8 @@ def _open_host(target: Target, host: Host, deadline: float) -> AbstractConnectio
 
 
 def unix_dial(target: Target) -> Dial:
-    hello, replies = _hello(target.username, target.password, target.db)
-
     def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
+        hello = _hello(target.username, target.password, target.db, deadline)
         left = max(deadline - monotonic(), 0.001)
         try:
             connection = _open(
@@ -203,7 +204,7 @@ def unix_dial(target: Target) -> Dial:
                 "starts without a URL in this run directory starts it anew; to use one that stays, "
                 "set KVSTORE_URL"
             ) from e
-        return connection, hello, replies
+        return connection, *hello
 
     return dial
 
@@ -214,11 +215,11 @@ class SentinelDial:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._sentinels = list(target.hosts)
-        self._hello = _hello(target.username, target.password, target.db)
         self._ask = command(b"SENTINEL", b"get-master-addr-by-name", target.service.encode())
 
     def __call__(self, deadline: float) -> tuple[AbstractConnection, bytes, int]:
-        return _open_host(self._target, self._master(deadline), deadline), *self._hello
+        hello = _hello(self._target.username, self._target.password, self._target.db, deadline)
+        return _open_host(self._target, self._master(deadline), deadline), *hello
 
     def _master(self, deadline: float) -> Host:
         why = "none of them knows the service"
@@ -238,10 +239,10 @@ class SentinelDial:
 
     def _answer(self, sentinel: Host, deadline: float) -> Host | None:
         target = self._target
-        hello, replies = _hello(target.sentinel_username, target.sentinel_password, 0)
 
         def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
-            return _open_host(target, sentinel, deadline), hello, replies
+            hello = _hello(target.sentinel_username, target.sentinel_password, 0, deadline)
+            return _open_host(target, sentinel, deadline), *hello
 
         link = Link(dial, deadline - monotonic())
         try:

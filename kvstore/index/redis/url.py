@@ -9,19 +9,22 @@
 `rediss+sentinel` and `rediss+cluster` are the same over TLS. A cluster is named by
 its scheme only: nothing is guessed from what the server says. Sentinels that have a
 password of their own take it from `?sentinel_username=...&sentinel_password=...`.
-User name and password are percent-encoded where they hold any of `:/?#[]@%`.
+User name and password are percent-encoded where they hold any of `:/?#[]@%`. A password that
+changes is in a file, `?password_file=/path` (`sentinel_password_file`), or given by a function
+(`RedisUrl`): both are asked at each new connection.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvstore.errors import UsageError
+from kvstore.index.redis.password import AskedPassword, Password, password_in
 
 PORT_DEFAULT = 6379
 SENTINEL_PORT_DEFAULT = 26379
@@ -52,6 +55,8 @@ _OPTIONS = _TLS_TEXT | {
     "password",
     "sentinel_username",
     "sentinel_password",
+    "password_file",
+    "sentinel_password_file",
 }
 _BARE = re.compile(r"[A-Za-z0-9_.-]+(:\d{1,5})?(/\d{1,3})?")
 """A host that was named without a scheme: nothing in it can be a password."""
@@ -71,9 +76,9 @@ class Target:
     service: str = ""
     db: int = 0
     username: str = ""
-    password: str = field(default="", repr=False)
+    password: Password = field(default="", repr=False)
     sentinel_username: str = ""
-    sentinel_password: str = field(default="", repr=False)
+    sentinel_password: Password = field(default="", repr=False)
     tls: bool = False
     tls_options: Mapping[str, object] = field(default_factory=dict, repr=False)
 
@@ -84,6 +89,19 @@ class Target:
             return f"unix:{self.path}"
         shown = ",".join(f"{host}:{port}" for host, port in self.hosts)
         return f"{shown}/{self.service}" if self.service else shown
+
+
+class RedisUrl(str):
+    """A URL whose password is what a function returns, for tokens that live for minutes. The
+    function is called in a thread of its own, at most once in 5 s, when a connection is opened.
+    """
+
+    def __new__(cls, url: str, password: Callable[[], str]) -> RedisUrl:
+        made = super().__new__(cls, url)
+        made.asked = AskedPassword(password)
+        return made
+
+    asked: AskedPassword
 
 
 def redacted(url: str) -> str:
@@ -162,12 +180,19 @@ def _target(url: str, parts: SplitResult, options: dict[str, str]) -> Target:
         service=service,
         db=int(db_text),
         username=options.get("username") or unquote(username),
-        password=options.get("password") or unquote(password),
+        password=_password(url, options, "password") or unquote(password),
         sentinel_username=options.get("sentinel_username", ""),
-        sentinel_password=options.get("sentinel_password", ""),
+        sentinel_password=_password(url, options, "sentinel_password"),
         tls=tls,
         tls_options=_tls_options(url, options, tls=tls),
     )
+
+
+def _password(url: str, options: Mapping[str, str], name: str) -> Password:
+    if isinstance(url, RedisUrl) and name == "password":
+        return url.asked
+    file = options.get(f"{name}_file")
+    return password_in(file) if file else options.get(name, "")
 
 
 def _hosts(url: str, text: str, port_default: int, *, many: bool) -> tuple[Host, ...]:
