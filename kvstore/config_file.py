@@ -23,7 +23,8 @@ class SecurityFiles:
     """Files of secrets and certificates. Secrets themselves have no place in this document."""
 
     secret_file: Path | None = None
-    """What both ends of a stream know; KVSTORE_SECRET and KVSTORE_SECRET_FILE win over it."""
+    """What both ends of a stream know, one line or two; KVSTORE_SECRET and KVSTORE_SECRET_FILE win
+    over it."""
     signing_key_file: Path | None = None
     """Signs index records; KVSTORE_SIGNING_KEY and KVSTORE_SIGNING_KEY_FILE win over it."""
     salt_file: Path | None = None

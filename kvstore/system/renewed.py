@@ -12,21 +12,18 @@ from typing import Generic, TypeVar
 from kvstore.errors import UsageError
 
 log = logging.getLogger("kvstore")
-
 T = TypeVar("T")
-LOOK_EVERY_S = 1.0
-SETTLED_S = 1.0
+LOOK_EVERY_S = SETTLED_S = 1.0
 """A file that was written to less long ago may be half written."""
 WARNED_EVERY_S = 30.0
 
 
 class Renewed(Generic[T]):
-    """What `make` makes of `files`. Where they cannot be read or used later, the old one stays,
-    with a warning now and then. The first time that is what `make` raises."""
+    """What `make` makes of `files`; it raises what `make` does the first time. Files that cannot be
+    used later leave the old one in place, with a warning now and then."""
 
     def __init__(self, files: Sequence[Path], make: Callable[[], T]) -> None:
-        self._files = files
-        self._make = make
+        self._files, self._make = files, make
         self._look_at = self._warn_at = float("-inf")
         self._seen: object = None
         with suppress(OSError):  # `make` says it better
@@ -34,25 +31,21 @@ class Renewed(Generic[T]):
         self._value = make()
 
     def get(self) -> T:
-        """What is made of the files as they are now, or were a moment ago. Asks the disk once in
-        `LOOK_EVERY_S`."""
+        """Return what is made of the files as they were `LOOK_EVERY_S` ago, or are now."""
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_EVERY_S
-            try:
-                self._look()
-            except (OSError, UsageError) as e:
-                if now >= self._warn_at:
-                    self._warn_at = now + WARNED_EVERY_S
-                    names = ", ".join(map(str, self._files))
-                    log.warning("%s changed; what it was before is used on: %s", names, e)
+        if now < self._look_at:
+            return self._value
+        self._look_at = now + LOOK_EVERY_S
+        try:
+            seen, age_s = self._stamps()
+            if seen != self._seen and not 0 <= age_s < SETTLED_S:
+                self._value, self._seen = self._make(), seen
+        except (OSError, UsageError) as e:
+            if now >= self._warn_at:
+                self._warn_at = now + WARNED_EVERY_S
+                names = ", ".join(map(str, self._files))
+                log.warning("%s changed; what it was before is used on: %s", names, e)
         return self._value
-
-    def _look(self) -> None:
-        seen, age_s = self._stamps()
-        if seen != self._seen and not 0 <= age_s < SETTLED_S:
-            self._value = self._make()
-            self._seen = seen
 
     def _stamps(self) -> tuple[object, float]:
         """What tells these files from others, and how long ago one was written to."""

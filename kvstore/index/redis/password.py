@@ -16,11 +16,11 @@ from kvstore.system.renewed import Renewed
 Password = str | Callable[[float], str]
 """One that stays, or what gives it until a deadline (`monotonic`)."""
 KEPT_S = 5.0
-"""For so long one answer is good for all connections."""
+"""For so long an answer of the function is good for all connections."""
 
 
 def password_in(path: str) -> Password:
-    """The password that the file has at the time. Raises `UsageError` for one that is unusable."""
+    """What the file has when it is asked for. Raises `UsageError` for one that is unusable now."""
 
     def read() -> str:
         password = read_secret("password_file", Path(path)).decode(errors="surrogateescape").strip()
@@ -33,7 +33,7 @@ def password_in(path: str) -> Password:
 
 
 class AskedPassword:
-    """Asks a function of the user's. In a thread: it may ask a service, and no call of ours waits
+    """Asks a function of the user's, in a thread: it may ask a service, and no call of ours waits
     for that beyond its own deadline."""
 
     def __init__(self, ask: Callable[[], str]) -> None:
@@ -42,22 +42,15 @@ class AskedPassword:
         in_each_child(self)
 
     def after_fork_in_child(self) -> None:
-        """The thread that asks did not come along."""
-        self._answer = Future[str]()
+        self._answer, self._ask_at = Future[str](), float("-inf")
         self._answer.cancel()
-        self._ask_at = float("-inf")
 
     def __call__(self, deadline: float) -> str:
-        answer = self._answer
-        if answer.done() and monotonic() >= self._ask_at:
-            self._answer = answer = Future[str]()
-            self._ask_at = monotonic() + KEPT_S
-            thread = Thread(target=self._find, args=(answer,), name="kvstore-password", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as e:  # this host has no more threads to give
-                answer.set_exception(IndexUnavailableError(f"Redis' password: {e}"))
-        return answer.result(max(deadline - monotonic(), 0.0))
+        if self._answer.done() and monotonic() >= self._ask_at:
+            answer, self._ask_at = Future[str](), monotonic() + KEPT_S
+            Thread(target=self._find, args=(answer,), name="kvstore-password", daemon=True).start()
+            self._answer = answer
+        return self._answer.result(max(deadline - monotonic(), 0.0))
 
     def _find(self, answer: Future[str]) -> None:
         try:

@@ -92,16 +92,15 @@ class Target:
 
 
 class RedisUrl(str):
-    """A URL whose password is what a function returns, for tokens that live for minutes. The
-    function is called in a thread of its own, at most once in 5 s, when a connection is opened.
-    """
+    """A URL whose password is what a function returns, for tokens that live for minutes. It is
+    called in a thread of its own when a connection is opened, at most once in 5 s."""
+
+    asked: AskedPassword
 
     def __new__(cls, url: str, password: Callable[[], str]) -> RedisUrl:
         made = super().__new__(cls, url)
         made.asked = AskedPassword(password)
         return made
-
-    asked: AskedPassword
 
 
 def redacted(url: str) -> str:

@@ -1,6 +1,6 @@
 """Removes from the index what nodes left there that are gone for good.
 
-The one exception to "a node alone writes its records" (docs/decisions/0093). The living node with
+The one exception to "a node alone writes its records" (docs/decisions/0097). The living node with
 the lowest id goes round over all records, and removes those of a start of a node that it has not
 seen announced for `UNSEEN_S`. A node that comes back after that publishes them again (scrubber.py).
 """
