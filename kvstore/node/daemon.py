@@ -340,7 +340,7 @@ class Node:
             heartbeat.run,
             self._watch_leases,
             self._scrubber(heartbeat).run,
-            self._dead_records().run,
+            DeadRecords(self.index, self.core.node_id, machine=self.machine).run,
             partial(takeover.free_memory_of_the_dead, self._sweeper()),
         )
         if self._events is not None:
@@ -407,13 +407,9 @@ class Node:
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
 
-    def _dead_records(self) -> DeadRecords:
-        return DeadRecords(self.index, self.core.node_id, machine=self.machine)
-
     def _sweeper(self) -> Sweeper:
         config = self.config
-        every_s = config.limits.sweep_every_s
-        return Sweeper(config.run_dir, shm_dir=config.shm_dir, every_s=every_s)
+        return Sweeper(config.run_dir, shm_dir=config.shm_dir, every_s=config.limits.sweep_every_s)
 
     def _free_bytes(self) -> int:
         return self.core.allocator.free_bytes

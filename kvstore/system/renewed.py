@@ -12,17 +12,17 @@ from typing import Generic, TypeVar
 from kvstore.errors import UsageError
 
 log = logging.getLogger("kvstore")
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 LOOK_EVERY_S = SETTLED_S = 1.0
 """A file that was written to less long ago may be half written."""
 WARNED_EVERY_S = 30.0
 
 
-class Renewed(Generic[T]):
+class Renewed(Generic[T_co]):
     """What `make` makes of `files`; it raises what `make` does the first time. Files that cannot be
     used later leave the old one in place, with a warning now and then."""
 
-    def __init__(self, files: Sequence[Path], make: Callable[[], T]) -> None:
+    def __init__(self, files: Sequence[Path], make: Callable[[], T_co]) -> None:
         self._files, self._make = files, make
         self._look_at = self._warn_at = float("-inf")
         self._seen: object = None
@@ -30,7 +30,7 @@ class Renewed(Generic[T]):
             self._seen, _ = self._stamps()
         self._value = make()
 
-    def get(self) -> T:
+    def get(self) -> T_co:
         """Return what is made of the files as they were `LOOK_EVERY_S` ago, or are now."""
         now = time.monotonic()
         if now < self._look_at:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
+from threading import RLock, Thread
 from time import monotonic
 
 from kvstore.errors import IndexUnavailableError, UsageError
@@ -42,15 +42,21 @@ class AskedPassword:
         in_each_child(self)
 
     def after_fork_in_child(self) -> None:
+        self._lock = RLock()
         self._answer, self._ask_at = Future[str](), float("-inf")
         self._answer.cancel()
 
     def __call__(self, deadline: float) -> str:
-        if self._answer.done() and monotonic() >= self._ask_at:
-            answer, self._ask_at = Future[str](), monotonic() + KEPT_S
-            Thread(target=self._find, args=(answer,), name="kvstore-password", daemon=True).start()
-            self._answer = answer
-        return self._answer.result(max(deadline - monotonic(), 0.0))
+        with self._lock:
+            answer = self._answer
+            if answer.done() and monotonic() >= self._ask_at:
+                answer = Future[str]()
+                find = Thread(
+                    target=self._find, args=(answer,), name="kvstore-password", daemon=True
+                )
+                find.start()
+                self._answer, self._ask_at = answer, monotonic() + KEPT_S
+        return answer.result(max(deadline - monotonic(), 0.0))
 
     def _find(self, answer: Future[str]) -> None:
         try:

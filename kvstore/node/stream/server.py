@@ -14,7 +14,6 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import replace
 from math import inf
 
 from kvstore.errors import NodeUnavailableError, PeerError, UsageError
@@ -106,7 +105,7 @@ class StreamServer:
         host, port = config.listen
         self._node = (announcement.node_id, announcement.epoch)
         self._name = announcement.name
-        self._security = replace(config.security)
+        self._security = config.security
         tls = self._security.server_context()
         try:
             self._listener = listen(host, port)

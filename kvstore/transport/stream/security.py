@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from kvstore.config_file import read_config
 from kvstore.errors import UsageError
@@ -36,7 +36,7 @@ class StreamSecurity:
     makes certificates of clients a must."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    _renewed: dict[str, Renewed[Any]] = field(
+    _renewed: dict[str, Renewed[object]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -106,8 +106,11 @@ class StreamSecurity:
     def _now(self, name: str, files: Sequence[Path], make: Callable[[], T]) -> T:
         if name not in self._renewed:
             self._renewed[name] = Renewed(files, make)
-        value: T = self._renewed[name].get()
-        return value
+        return cast("T", self._renewed[name].get())
+
+    def __getstate__(self) -> list[object]:
+        """A copy looks at the files itself."""
+        return [self.secret, self.secret_file, self.tls_ca, self.tls_cert, self.tls_key, {}]
 
 
 def ending(certificate: Path) -> str:

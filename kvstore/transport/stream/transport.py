@@ -28,7 +28,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, UsageError
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_IDLE_TIMEOUT_S
@@ -65,8 +64,8 @@ class StreamTransport:
     name = NAME
 
     def __init__(self, security: StreamSecurity) -> None:
-        self._security = replace(security)  # the caller's own keeps nothing that is renewed
-        self._tls = self._security.client_context() is not None
+        self._security = security
+        self._tls = security.client_context() is not None
         self._lock = threading.RLock()
         self._pools: dict[PoolKey, Pool] = {}
         self.refusals = Refusals()
@@ -165,8 +164,7 @@ class StreamTransport:
                 raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
         try:
-            tls = self._security.client_context()
-            if tls is not None:
+            if (tls := self._security.client_context()) is not None:
                 connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection = tls.wrap_socket(connection, server_hostname=address.host)
             channel = Channel(connection)

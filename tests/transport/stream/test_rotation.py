@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 import socket
 import ssl
@@ -249,3 +251,16 @@ def test_a_node_warns_of_its_certificate(
         wait_until(lambda: f"the certificate in {cert} ends" in caplog.text, "it is said")
     assert stream_server.END_WARNED_EVERY_S >= 3600
     assert caplog.text.count("renew it") == 1
+
+
+def test_what_protects_a_stream_can_be_copied_once_it_was_used(tmp_path: Path) -> None:
+    cert, key = issue(tmp_path, "node")
+    secret = tmp_path / "secret"
+    put_file(secret, OLD)
+    one = StreamSecurity(secret_file=secret, tls_ca=cert, tls_cert=cert, tls_key=key)
+    assert one.secrets() == (OLD.encode(),)
+    assert one.server_context() is one.server_context()
+    for other in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
+        assert other == one
+        assert other.secrets() == one.secrets()
+        assert other.client_context() is not None
