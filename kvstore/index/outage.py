@@ -1,8 +1,8 @@
 """Puts circuit breakers before an index: while Redis does not answer, calls fail at once.
 
-Calls that read, calls that write and `renew` are a side each, with a breaker (circuit_breaker.py)
-and a flag `open`, which is what callers look at. A full index refuses what is written: that must
-not keep a node from staying announced.
+Calls that read, calls that write and `renew`, which a full index takes though it refuses what is
+written, are a side each, with a breaker (circuit_breaker.py) and a flag `open`, which is what
+callers look at:
 
     open     set by                                                  a call then
     False    `_probe_until_closed`, once a ping was answered         asks the index

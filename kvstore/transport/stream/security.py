@@ -43,8 +43,7 @@ class StreamSecurity:
     def __post_init__(self) -> None:
         if self.secret is None and self.secret_file is not None:
             object.__setattr__(self, "secret", read_secret("secret_file", self.secret_file).strip())
-        if self.secret is not None:
-            secrets_in("secret", self.secret)
+        self.secrets()  # from here on what they were is kept where they cannot be read
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("tls_cert, tls_key", "one of them", "must be given both or neither")
 

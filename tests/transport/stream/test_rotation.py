@@ -103,6 +103,16 @@ def test_a_secret_that_is_half_written_or_gone_leaves_the_old_one(place: Place) 
     wait_until(place.lets_in, "both have the new one", SOON_S)
 
 
+def test_a_secret_that_is_gone_before_the_first_connection_is_used_all_the_same(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "secret"
+    put_file(file, OLD)
+    security = StreamSecurity(secret_file=file)
+    file.unlink()
+    assert security.secrets() == (OLD.encode(),)
+
+
 def test_a_file_that_others_may_read_is_not_taken_later_either(
     place: Place,
 ) -> None:
