@@ -70,13 +70,15 @@ def covers(
 ) -> bool:
     """Return whether every group has what the prefix of `end_token` tokens needs, which may end
     within a block: for layouts that take parts."""
+    if not placement:
+        return False
     last = (end_token - 1) // layout.block_tokens
     for group, row in zip(layout.groups, placement, strict=True):
         first = group.needed_from(end_token) // layout.block_tokens
         needed = row[first : last + 1]
         if len(row) <= last or any(one is None or _barred(one, barred) for one in needed):
             return False
-    return bool(placement)
+    return True
 
 
 def _barred(placed: Placed, barred: Mapping[Key, bytes]) -> bool:

@@ -60,6 +60,8 @@ def awaited(state: RequestState, request: EngineRequest, layout: StoreLayout) ->
     own = state.settings
     if own is None or not own.handed_tokens or own.max_load_tokens is not None:
         return 0
+    if not request.block_hashes and getattr(request, "part_hash", None) is None:
+        return 0  # nothing of it has a name here
     tokens = min(own.handed_tokens, request.num_prompt_tokens - 1)
     if layout.takes_parts:
         return tokens

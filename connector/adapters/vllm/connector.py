@@ -39,7 +39,12 @@ with of_vllm():
     from connector.adapters.vllm.groups.states import completed_states
     from connector.adapters.vllm.hand_over import hand_over, within_multi_connector
     from connector.adapters.vllm.launcher import in_lock_step, lockstep_side
-    from connector.adapters.vllm.request import HashedRequest
+    from connector.adapters.vllm.request import (
+        COUNTED,
+        HashedRequest,
+        counts_media,
+        takes_media,
+    )
     from connector.adapters.vllm.shape import engine_shape, vllm_hash_tokens
     from connector.adapters.vllm.stats import KVStorePromMetrics, KVStoreStats
     from connector.adapters.vllm.weights import Weights
@@ -152,6 +157,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
             return
         self._shape = shape
         self._numbers = tuple(group.number for group in shape.groups)
+        self._counts_media = counts_media(vllm_config)
         self._events = VllmEvents(vllm_config, kv_cache_config, self._numbers)
         self._hash_tokens = vllm_hash_tokens(vllm_config, kv_cache_config)
         self._block_tokens = layout.block_tokens
@@ -173,6 +179,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
                 )
             for which in shape.left_out:
                 logger.info("kvstore: not stored: %s", which)
+            if self._counts_media and takes_media(vllm_config):
+                logger.warning("kvstore: requests with media are not stored: %s", COUNTED)
         else:
             # Where somebody else starts the processes, ranks count over all engines.
             rank = vllm_config.parallel_config.rank % shape.workers
@@ -219,9 +227,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
                 self._hash_tokens,
                 computed_with,
                 prompts_only=self._shape.prompts_only,
+                left_out=self._left_out,
             )
             self._requests[request.request_id] = known
         return known
+
+    def _left_out(self, request: Request) -> bool:
+        """Return whether names of the request's media may stand for others elsewhere."""
+        named = not self._counts_media and (request.cache_salt or not self._config.media_needs_salt)
+        return bool(request.mm_features) and not named
 
     def on_new_request(self, request: Request) -> None:
         loads = not request.skip_reading_prefix_cache

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from connector.scheduler.request_settings import HANDED_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -62,11 +63,16 @@ def within_multi_connector() -> bool:
 def multi_connector() -> KVConnectorBase_V1 | None:
     """Return the MultiConnector that is being made right now, whose child the caller is; None
     without one. vLLM tells a child nothing of its parent."""
-    frame = sys._getframe(1)
-    caller: FrameType | None = frame
-    while caller is not None:
+    for caller in callers():
         made = caller.f_locals.get("self") if caller.f_code.co_name == "__init__" else None
         if any(kind.__name__ == MULTI_CONNECTOR for kind in type(made).__mro__):
             return made
-        caller = caller.f_back
     return None
+
+
+def callers() -> Iterator[FrameType]:
+    """Yield the frames of whoever has called the caller, the nearest first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -10,8 +10,30 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from connector.layout.block_hashes import BlockHashes
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_hints.protocol import KvHintsEnvelope
     from vllm.v1.request import Request
+
+COUNTED = (
+    "with neither prefix caching nor a processor cache (--mm-processor-cache-gb 0) vLLM names "
+    "pictures, audio and video by a counter of its process, which stands for others in another one"
+)
+
+
+def counts_media(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM gives media names that are unique in one process only.
+
+    It does so in its API process, and hands over a string: whether that is a user's own name, or a
+    digest of one, cannot be told from it.
+    """
+    media = vllm_config.model_config.multimodal_config
+    cached = media is not None and media.mm_processor_cache_gb > 0
+    return not cached and not vllm_config.cache_config.enable_prefix_caching
+
+
+def takes_media(vllm_config: VllmConfig) -> bool:
+    media = vllm_config.model_config.multimodal_config
+    return media is not None and not media.language_model_only
 
 
 class HashedRequest:
@@ -27,6 +49,7 @@ class HashedRequest:
         "_chain",
         "_computed_with",
         "_hash_tokens",
+        "_left_out",
         "_prompts_only",
         "_request",
     )
@@ -39,10 +62,13 @@ class HashedRequest:
         computed_with: tuple[str, ...] = (),
         *,
         prompts_only: bool = False,
+        left_out: Callable[[Request], bool] = lambda request: False,
     ) -> None:
         """`hash_tokens`: tokens of one of vLLM's own hashes, a divisor of `block_tokens`.
         `computed_with` is what vLLM's hashes leave out (`weights.Weights`). With `prompts_only`
-        blocks behind the prompt have no hash, so that none is saved or loaded."""
+        blocks behind the prompt have no hash, so that none is saved or loaded. A request that is
+        `left_out` has none at all; it may come to be so, since a session's prompt grows."""
+        self._left_out = left_out
         self._prompts_only = prompts_only
         self._computed_with = computed_with
         self._request = request
@@ -86,13 +112,18 @@ class HashedRequest:
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One per full store block. None at all for a request whose extras cannot be hashed."""
+        """One per full store block. None at all for a request that is left out or whose extras
+        cannot be hashed."""
+        if self._left_out(self._request):
+            return ()
         known = self.num_prompt_tokens if self._prompts_only else self.num_tokens
         return self._chain.hashes(self._request.all_token_ids, known)
 
     @property
     def part_hash(self) -> bytes | None:
         """That of the prompt's tokens behind its last full store block."""
+        if self._left_out(self._request):
+            return None
         return self._chain.part(self._request.all_token_ids, self.num_prompt_tokens)
 
     def _extra(self, first: int, end: int) -> object:

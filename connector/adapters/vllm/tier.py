@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
@@ -41,6 +42,8 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from connector.adapters.vllm.hand_over import callers
+from connector.adapters.vllm.request import COUNTED, counts_media, takes_media
 from connector.build import open_store
 from connector.layout.geometry import Field
 from connector.layout.identity import digest_of
@@ -90,6 +93,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 "must be a name that changes with the weights, their adapters and the attention "
                 "backend: vLLM tells its tiers a model's name alone",
             )
+        _check_media()
         self.locality = None if locality is None else Locality(locality)
         fields = chunk_fields(offloading_spec, self.block_size_bytes, config.weights_id)
         self._fields = fields | config.life
@@ -247,6 +251,21 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
         return self._tier.are_there(keys)
+
+
+def _check_media() -> None:
+    """Raise `UsageError` where names of media are unique in one process only: a tier is told none
+    of a request's, so that it can leave none out."""
+    # vLLM gives its tiers a part of the configuration. Who makes them has all of it.
+    found = (caller.f_locals.get("vllm_config") for caller in callers())
+    config = next((one for one in found if isinstance(one, VllmConfig)), None)
+    if config is not None and takes_media(config) and counts_media(config):
+        raise UsageError(
+            "mm_processor_cache_gb",
+            0,
+            f"must be above 0 with a KVStoreTier, or prefix caching on: {COUNTED}. Without media "
+            "--language-model-only does, too; KVStoreConnector stores requests that have none",
+        )
 
 
 def chunk_fields(spec: OffloadingSpec, chunk_bytes: int, weights_id: str) -> dict[str, Field]:

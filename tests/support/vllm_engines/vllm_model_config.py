@@ -24,8 +24,11 @@ def vllm_config(
     mamba_cache_mode: str = "none",
     transfer: dict[str, Any] | None = None,
     events: bool = False,
+    prefix_caching: bool = True,
+    media_cache_gb: float | None = None,
     **extra: Any,
 ) -> Any:
+    """`media_cache_gb`: of a model that takes pictures, None: it takes none."""
     from transformers import LlamaConfig
     from vllm.config import (
         CacheConfig,
@@ -33,6 +36,7 @@ def vllm_config(
         KVEventsConfig,
         KVTransferConfig,
         ModelConfig,
+        MultiModalConfig,
         SchedulerConfig,
         VllmConfig,
     )
@@ -56,7 +60,7 @@ def vllm_config(
     )
     cache = CacheConfig(
         block_size=block_size,
-        enable_prefix_caching=True,
+        enable_prefix_caching=prefix_caching,
         prefix_caching_hash_algo="sha256_cbor",
         mamba_cache_mode=mamba_cache_mode,
     )
@@ -87,6 +91,9 @@ def vllm_config(
             )
         ),
     )
+    if media_cache_gb is not None:
+        media = MultiModalConfig(mm_processor_cache_gb=media_cache_gb)
+        config.model_config.multimodal_config = media
     config.cache_config.num_gpu_blocks = blocks
     config.cache_config.block_size = block_size
     return config

@@ -158,6 +158,8 @@ class ModelEngine:
         # Per group [B, N, L, H, bytes].
         self._slots = [kv.view(torch.uint8).permute(1, 3, 0, 2, 4) for kv in self.kv]
         self.outputs: dict[str, list[int]] = {}
+        self.contexts: dict[str, bytes] = {}
+        """What shapes the KV of a request beside its tokens, such as the picture in it."""
         self.computed_tokens = 0
         self.loaded_tokens = 0
         self.preemptions = 0
@@ -290,7 +292,8 @@ class ModelEngine:
         end = request.num_computed_tokens  # the scheduler has advanced it already
         table = self.scheduler.kv_cache_manager.get_block_ids(name)[self._numbers[group]]
         lora = request.lora_request
-        context = lora.lora_name.encode() if lora is not None else b""
+        named = lora.lora_name.encode() if lora is not None else b""
+        context = self.contexts.get(name, named)
         if group and self.recurrent:
             tokens = list(request.all_token_ids)
             self._advance(table, tokens, end - count, end, context, layer)
