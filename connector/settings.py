@@ -98,8 +98,8 @@ class ConnectorSettings:
     """What stands for the weights in the namespace, for those who know it better: engines that
     give the same have the same weights, whatever their files say. None: a fingerprint of them."""
     media_needs_salt: bool = False
-    """Store requests with pictures, audio or video only where they have a `cache_salt` (vLLM): whose
-    name for a picture is believed (`multi_modal_uuids`) is then for users of one salt."""
+    """Store requests with pictures, audio or video only where they have a `cache_salt` (vLLM): the
+    names that users give them (`multi_modal_uuids`) then count for one salt each."""
     ttl_s: Annotated[int, NumberRange(1, TTL_S_MAX)] | None = None
     """How long a block may stay in the store at most, in seconds; then its bytes are wiped. It is a
     part of the namespace: engines with another one share nothing (docs/decisions/0036)."""

@@ -31,6 +31,7 @@ LEAVES_WEIGHTS_ALONE = frozenset(
         "get_model_inspection",
         "init_weight_transfer_engine",
         "profile",
+        "release_late_interaction_query_cache",
         "save_sharded_state",
         "shutdown_weight_transfer_engine",
         "synchronize_device",

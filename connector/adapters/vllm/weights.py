@@ -27,7 +27,7 @@ class Weights:
         load = vllm_config.load_config
         self._cache_dir = load.download_dir
         self._process = process
-        self._changes = 0
+        self._changes = self._loads = 0
         self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
 
     def of(self, request: Request) -> tuple[str, ...]:
@@ -61,7 +61,9 @@ class Weights:
         known = self._adapters.get(name)
         if known is None or adapter.load_inplace:
             path, why_not = files_of(name[2], None, self._cache_dir)
-            known = weights_or_unknown(path, why_not, f"of process {self._process}")
+            self._loads += 1
+            unknown = f"of process {self._process} {self._loads}"
+            known = weights_or_unknown(path, why_not, unknown)
         self._adapters[name] = known
         self._adapters.move_to_end(name)
         if len(self._adapters) > FINGERPRINTS_KEPT_MAX:

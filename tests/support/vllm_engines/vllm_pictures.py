@@ -6,9 +6,10 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_model_engine import MakeEngine, ModelEngine
+if TYPE_CHECKING:
+    from vllm_model_engine import MakeEngine, ModelEngine
 
 OFFSET, LENGTH = 4, 8
 """Where in the prompt the picture's placeholders are."""

@@ -87,7 +87,8 @@ def test_a_session_that_gets_a_picture_is_left_out_from_then_on(
     engine.add("text", TOKENS, max_tokens=40)
     request = engine.scheduler.requests["text"]
     hashed = engine.scheduler.connector._hashed(request)
-    assert len(hashed.block_hashes) == 2 and hashed.part_hash is not None
+    assert len(hashed.block_hashes) == 2
+    assert hashed.part_hash is not None
     position = PlaceholderRange(offset=2 * BLOCK, length=4)
     request.mm_features.append(MultiModalFeatureSpec(None, "image", "renderer0-mm-1", position))
     assert (hashed.block_hashes, hashed.part_hash) == ((), None)
