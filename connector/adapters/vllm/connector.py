@@ -39,12 +39,7 @@ with of_vllm():
     from connector.adapters.vllm.groups.states import completed_states
     from connector.adapters.vllm.hand_over import hand_over, within_multi_connector
     from connector.adapters.vllm.launcher import in_lock_step, lockstep_side
-    from connector.adapters.vllm.request import (
-        COUNTED,
-        HashedRequest,
-        counts_media,
-        takes_media,
-    )
+    from connector.adapters.vllm.request import COUNTED, HashedRequest, counts_media, takes_media
     from connector.adapters.vllm.shape import engine_shape, vllm_hash_tokens
     from connector.adapters.vllm.stats import KVStorePromMetrics, KVStoreStats
     from connector.adapters.vllm.weights import Weights
@@ -234,8 +229,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
 
     def _left_out(self, request: Request) -> bool:
         """Return whether names of the request's media may stand for others elsewhere."""
-        named = not self._counts_media and (request.cache_salt or not self._config.media_needs_salt)
-        return bool(request.mm_features) and not named
+        unsalted = self._config.media_needs_salt and not request.cache_salt
+        return bool(request.mm_features) and (self._counts_media or unsalted)
 
     def on_new_request(self, request: Request) -> None:
         loads = not request.skip_reading_prefix_cache

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from vllm import __version__ as vllm_version
+from vllm import envs
 from vllm.platforms import current_platform
 
 from connector.layout.block_hashes import ALGORITHM
@@ -24,6 +29,51 @@ DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Speculative methods that write nothing into the KV cache: the same KV with them and without."""
 UNREADABLE_FORMATS = ("ipc_cache", "modelexpress", "runai_streamer_sharded")
 """`load_format`s whose weights are in no file of this host."""
+CONFIGURATION: dict[str, object] = {
+    "additional_config": {},
+    "attention_config.disable_flashinfer_q_quantization": False,
+    "attention_config.indexer_kv_dtype": "auto",
+    "attention_config.use_non_causal": False,
+    "attention_config.use_prefill_query_quantization": False,
+    "cache_config.use_replayssm": False,
+    "load_config.ignore_patterns": ["original/**/*"],
+    "load_config.model_loader_extra_config": {},
+    "lora_config.enable_moe_shared_loras": False,
+    "lora_config.target_modules": None,
+    "mamba_config.enable_stochastic_rounding": False,
+    "model_config.code_revision": None,
+    "model_config.model_class_overrides": {},
+    "model_config.model_impl": "auto",
+    "model_config.multimodal_config.mm_encoder_attn_dtype": None,
+    "model_config.multimodal_config.mm_encoder_fp8_scale_path": None,
+    "model_config.multimodal_config.video_pruning_method": "evs",
+    "model_config.multimodal_config.video_pruning_rate": None,
+    "speculative_config.kv_cache_dtype": None,
+    "speculative_config.quantization": None,
+}
+"""Settings of vLLM that change K and V by more than the order of sums, with their defaults."""
+ENVIRONMENT: dict[str, object] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": False,
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": "",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_USE_AITER_FP4BMM": None,
+    "VLLM_ROCM_USE_AITER_FP8BMM": None,
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
+    "VLLM_USE_MODELSCOPE": False,
+    "VLLM_VIDEO_LOADER_BACKEND": "opencv",
+    "VLLM_XPU_INC_WNA16_BACKEND": "auto",
+}
+"""The same of variables of the environment; None where releases differ: each value counts."""
 
 
 def model_fields(vllm_config: VllmConfig, config: ConnectorSettings) -> dict[str, Field]:
@@ -42,8 +92,38 @@ def model_fields(vllm_config: VllmConfig, config: ConnectorSettings) -> dict[str
         "kv_heads": int(model.get_total_num_kv_heads()),
         "draft": "" if speculative is None else _draft(vllm_config, speculative, config),
         "hash_algorithm": ALGORITHM,
+        **unusual_fields(vllm_config),
         **config.life,
     }
+
+
+def unusual_fields(vllm_config: VllmConfig) -> dict[str, Field]:
+    """Return fields for what is not vLLM's default: an engine that has nothing but defaults keeps
+    its keys when something is added here."""
+    parts: object = vllm_config
+    changed = {
+        path: reduce(lambda part, name: getattr(part, name, None), path.split("."), parts)
+        for path in CONFIGURATION
+    }
+    changed |= {name: getattr(envs, name, None) for name in ENVIRONMENT if name in os.environ}
+    defaults = CONFIGURATION | ENVIRONMENT
+    fields: dict[str, Field] = {
+        name: value if isinstance(value, str | int | float) else digest_of(value)
+        for name, value in changed.items()
+        if value is not None and value != defaults[name]
+    }
+    if envs.VLLM_BATCH_INVARIANT:
+        # Such an engine promises the same bits whoever was first: those of an engine like it.
+        backend, size = vllm_config.attention_config.backend, vllm_config.parallel_config.world_size
+        fields["batch_invariant"] = f"vllm {vllm_version}, {device()}, {size} workers, {backend}"
+    return fields
+
+
+def device() -> str:
+    """Return what computes here, as precisely as vLLM knows it."""
+    if current_platform.is_cpu():
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return f"{current_platform.device_type} {current_platform.get_device_name()}"
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig, weights_id: str | None) -> str:

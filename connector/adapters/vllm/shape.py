@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_kv_cache_block_sizes
@@ -241,10 +242,11 @@ def _within_block(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
         return f"cpu {isa}, {spec.block_size} tokens"
     dense = spec.state_content_bytes is None and spec.kv_quant_mode == KVQuantMode.NONE
     # Beside a latent there may be layers of other formats, of which the scheduler knows nothing.
-    dense = dense and not isinstance(spec, MLAAttentionSpec)
+    shuffled = envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT
+    dense = dense and not isinstance(spec, MLAAttentionSpec) and not shuffled
     if dense:
         return ""
-    known = [spec.kv_quant_mode.name, f"{spec.block_size} tokens"]
+    known = [spec.kv_quant_mode.name, f"{spec.block_size} tokens", *["shuffled"] * shuffled]
     # A page of such a format is one piece, whatever heads and tokens its view shows: what comes
     # where in it follows from the order in memory, with one head there is but one.
     if spec.num_heads > 1:

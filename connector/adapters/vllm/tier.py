@@ -24,10 +24,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -43,6 +41,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from connector.adapters.vllm.hand_over import callers
+from connector.adapters.vllm.identity import device
 from connector.adapters.vllm.request import COUNTED, counts_media, takes_media
 from connector.build import open_store
 from connector.layout.geometry import Field
@@ -299,11 +298,5 @@ def chunk_fields(spec: OffloadingSpec, chunk_bytes: int, weights_id: str) -> dic
         "chunk_bytes": chunk_bytes,
         "kv_cache_layout": str(config.kv_cache_layout),
         "vllm": vllm_version,
-        "platform": _platform(),
+        "platform": device(),
     }
-
-
-def _platform() -> str:
-    if current_platform.is_cpu():
-        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    return f"{current_platform.device_type} {current_platform.get_device_name()}"
