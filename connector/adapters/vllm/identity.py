@@ -100,9 +100,8 @@ def model_fields(vllm_config: VllmConfig, config: ConnectorSettings) -> dict[str
 def unusual_fields(vllm_config: VllmConfig) -> dict[str, Field]:
     """Return fields for what is not vLLM's default: an engine that has nothing but defaults keeps
     its keys when something is added here."""
-    parts: object = vllm_config
     changed = {
-        path: reduce(lambda part, name: getattr(part, name, None), path.split("."), parts)
+        path: reduce(lambda part, name: getattr(part, name, None), path.split("."), vllm_config)
         for path in CONFIGURATION
     }
     changed |= {name: getattr(envs, name, None) for name in ENVIRONMENT if name in os.environ}

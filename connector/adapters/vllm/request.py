@@ -21,11 +21,8 @@ COUNTED = (
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM gives media names that are unique in one process only.
-
-    It does so in its API process, and hands over a string: whether that is a user's own name, or a
-    digest of one, cannot be told from it.
-    """
+    """Return whether vLLM's API process gives media names that are unique in that process only. A
+    user's own name, or the digest of one, cannot be told from such a name."""
     media = vllm_config.model_config.multimodal_config
     cached = media is not None and media.mm_processor_cache_gb > 0
     return not cached and not vllm_config.cache_config.enable_prefix_caching

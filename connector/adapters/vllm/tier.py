@@ -41,7 +41,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from connector.adapters.vllm.hand_over import callers
-from connector.adapters.vllm.identity import device
+from connector.adapters.vllm.identity import device, unusual_fields
 from connector.adapters.vllm.request import COUNTED, counts_media, takes_media
 from connector.build import open_store
 from connector.layout.geometry import Field
@@ -92,10 +92,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 "must be a name that changes with the weights, their adapters and the attention "
                 "backend: vLLM tells its tiers a model's name alone",
             )
-        _check_media()
+        engine = _engine()
         self.locality = None if locality is None else Locality(locality)
         fields = chunk_fields(offloading_spec, self.block_size_bytes, config.weights_id)
-        self._fields = fields | config.life
+        self._fields = fields | config.life | ({} if engine is None else unusual_fields(engine))
         self._memory = primary_kv_view.cast("B")
         self._store = open_store(config)
         self._lock = threading.Lock()
@@ -252,10 +252,11 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         return self._tier.are_there(keys)
 
 
-def _check_media() -> None:
-    """Raise `UsageError` where names of media are unique in one process only: a tier is told none
-    of a request's, so that it can leave none out."""
-    # vLLM gives its tiers a part of the configuration. Who makes them has all of it.
+def _engine() -> VllmConfig | None:
+    """Return the configuration of the engine that is making the tier; vLLM hands on a part of it.
+
+    Raises `UsageError` where names of media are unique in one process only: a tier is told none of
+    a request's, so that it can leave none out."""
     found = (caller.f_locals.get("vllm_config") for caller in callers())
     config = next((one for one in found if isinstance(one, VllmConfig)), None)
     if config is not None and takes_media(config) and counts_media(config):
@@ -265,6 +266,7 @@ def _check_media() -> None:
             f"must be above 0 with a KVStoreTier, or prefix caching on: {COUNTED}. Without media "
             "--language-model-only does, too; KVStoreConnector stores requests that have none",
         )
+    return config
 
 
 def chunk_fields(spec: OffloadingSpec, chunk_bytes: int, weights_id: str) -> dict[str, Field]:

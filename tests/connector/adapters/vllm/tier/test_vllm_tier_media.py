@@ -1,4 +1,5 @@
-"""A tier is told nothing of a request's pictures: names that do not stand for one are refused."""
+"""A tier is told nothing of a request's pictures, and a part of the configuration: it finds out
+the rest, and refuses names that stand for several pictures."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 
-def offloading(model: Path, node: NodeProcess, change: Any = None, **settings: Any) -> None:
-    """Makes vLLM's own connector with our tier below it, as its engine does."""
+def offloading(
+    model: Path, node: NodeProcess, change: Any = None, **settings: Any
+) -> dict[str, Any]:
+    """Makes vLLM's own connector with our tier below it, as its engine does; what the tier's
+    namespace is made of."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
@@ -38,7 +42,10 @@ def offloading(model: Path, node: NodeProcess, change: Any = None, **settings: A
     if change is not None:
         change(config)
     groups = kv_cache_config(8)
-    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, groups).shutdown()
+    made: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, groups)
+    (one,) = made.connector_scheduler.manager.secondary_tiers
+    made.shutdown()
+    return dict(one._fields)
 
 
 def test_names_made_by_a_counter_are_refused(model: Path, node: NodeProcess) -> None:
@@ -54,3 +61,13 @@ def test_where_a_name_counts_or_there_is_none_it_starts(model: Path, node: NodeP
     offloading(model, node, prefix_caching=True, media_cache_gb=0)
     offloading(model, node, prefix_caching=False)
     offloading(model, node, text_alone, prefix_caching=False, media_cache_gb=0)
+
+
+def test_what_an_engine_computes_with_that_is_not_the_default_is_in_the_namespace(
+    model: Path, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = offloading(model, node)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
+    added = {"VLLM_MARLIN_INPUT_DTYPE", "batch_invariant"}
+    assert offloading(model, node).keys() == plain.keys() | added
