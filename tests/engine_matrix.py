@@ -86,7 +86,7 @@ ENGINES = {
     "vllm": "vLLM 0.32",
     "vllm, newest": "vLLM 0.33",
     "sglang": "SGLang 0.5.23",
-    "lmcache": "LMCache 0.5.6",
+    "lmcache": "LMCache 0.5.6, 0.5.7rc2",
     "tensorrt_llm": "TensorRT-LLM",
 }
 """By the folder of their tests, which is the name of their marker too. What is said of the newest

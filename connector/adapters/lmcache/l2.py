@@ -16,12 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.api import KeyEntry, KeyListPage
-from lmcache.v1.distributed.internal_api import L2StoreResult
-from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
-from lmcache.v1.platform import create_event_notifier
-
+from connector.adapters.lmcache.interface import check_interface, names_of_lmcache
 from connector.adapters.lmcache.inventory import Inventory, Stored
 from connector.adapters.lmcache.objects import (
     FORMAT_BYTES,
@@ -47,6 +42,14 @@ from connector.pages.pages import Pages, is_there
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import Results, TaskThreads
 from kvstore import PeerError, PutStatus, UsageError
+
+with names_of_lmcache():
+    from lmcache.lmcache_native import Bitmap
+    from lmcache.v1.distributed import api
+    from lmcache.v1.distributed.api import KeyEntry, KeyListPage
+    from lmcache.v1.distributed.internal_api import L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.platform import create_event_notifier
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
@@ -93,6 +96,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def get_load_event_fd(self) -> int:
         return int(self._events[2].fileno())
+
+    def get_memory_tags(self) -> api.MemoryTags:
+        """Return what LMCache (from 0.5.7 on) tells kinds of storage apart by: as its own adapters
+        of stores that several hosts share."""
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.REMOTE)
 
     # Store
 
@@ -181,6 +189,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loaded.pop(task_id)
+
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Tell the nodes and LMCache (from 0.5.7 on, which calls it) that chunks were used."""
+        chunks = self._pages.keys(names(keys))
+        self._lookups.submit(lambda: self._store.touch(chunks), lambda: None)
+        self._notify_keys_accessed(keys)
 
     # What this server has stored: counted by LMCache's base class, by salt too (`get_usage`)
 
@@ -305,3 +319,15 @@ def _own_settings(params: Mapping[str, object]) -> dict[str, float]:
             raise UsageError(name, value, f"must be a number from {least:g} to {most:g}")
         values[name] = number
     return values
+
+
+check_interface(
+    KVStoreL2Adapter,
+    L2AdapterInterface,
+    {
+        "__init__": ("max_capacity_bytes",),
+        "_notify_keys_stored": ("keys", "sizes"),
+        "_notify_keys_accessed": ("keys",),
+        "_notify_keys_deleted": ("keys", "sizes"),
+    },
+)

@@ -20,10 +20,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
-from lmcache.v1.protocol import RemoteMetadata
-from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
-from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
-
+from connector.adapters.lmcache.interface import check_interface, names_of_lmcache
 from connector.adapters.lmcache.inventory import Inventory, Stored
 from connector.adapters.lmcache.objects import (
     EngineKey,
@@ -43,6 +40,15 @@ from connector.pages.pages import Pages, is_there, scatter
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import TaskThreads
 from kvstore import BlockRef, PeerError, PutStatus, in_batches
+
+with names_of_lmcache():
+    from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
+    from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+
+    try:
+        from lmcache.inprocess.v1.protocol import RemoteMetadata
+    except ModuleNotFoundError:  # before 0.5.7
+        from lmcache.v1.protocol import RemoteMetadata
 
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.connector import ConnectorContext
@@ -304,3 +310,7 @@ def _release(objs: Sequence[MemoryObject | None]) -> None:
     for obj in objs:
         if obj is not None:
             obj.ref_count_down()
+
+
+check_interface(KVStoreConnectorAdapter, ConnectorAdapter, {"__init__": ("schema",)})
+check_interface(KVStoreRemoteConnector, RemoteConnector, {"__init__": ("config", "metadata")})

@@ -240,7 +240,7 @@ def test_every_method_of_lmcaches_interface_is_known() -> None:
     interface = {name for name in vars(L2AdapterInterface) if not name.startswith("_")}
     ours = {name for name in vars(KVStoreL2Adapter) if not name.startswith("_")}
     assert interface - ours == inherited
-    assert ours <= interface
+    assert ours - interface <= {"get_memory_tags", "submit_touch"}, "of LMCache 0.5.7"
 
 
 @pytest.mark.timeout(400)
