@@ -15,6 +15,8 @@ import signal
 import sys
 import tempfile
 import traceback
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -286,6 +288,10 @@ def main() -> None:
     import vllm.v1.core.sched.scheduler  # noqa: F401
     from vllm.model_executor.models import registry
 
+    # Modules of models that see import it, those of their text models with them; no pictures here.
+    if find_spec("torchvision") is None:
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+            sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
     # Each case has a process of its own already, in which vLLM has been imported.
     registry._run_in_subprocess = lambda inspect: inspect()
 

@@ -30,6 +30,15 @@ STORED: dict[str, str | None] = {
     "Qwen3NextForCausalLM": None,
     "JambaForCausalLM": None,
     "FalconH1ForCausalLM": None,
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "MistralLarge3ForCausalLM": "deepseek_v3",
+    "Ministral3ForCausalLM": None,
+    "HYV4ForCausalLM": None,
+    "GraniteSWAForCausalLM": None,
+    "Exaone4ForCausalLM": None,
+    "Cohere2ForCausalLM": None,
 }
 """By architecture the `model_type` of its configuration, where it has several."""
 REFUSED = {
