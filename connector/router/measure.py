@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -38,8 +39,10 @@ VOCABULARY = 4096
 REQUEST_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 600.0
 COUNTERS_TIMEOUT_S = 2.0
-LOADED = ("vllm:prompt_tokens_by_source_total{", 'source="external_kv_transfer"')
-"""In the line of a vLLM engine's counter of prompt tokens that its connector loaded."""
+LOADED = re.compile(
+    r'^vllm:prompt_tokens_by_source_total{.*source="external_kv_transfer".*} (\S+)', re.MULTILINE
+)
+"""A vLLM engine's counter of prompt tokens that its connector loaded."""
 DATA = b"data: "
 
 
@@ -113,14 +116,11 @@ async def loaded_by_now(session: aiohttp.ClientSession, router: str) -> dict[str
     loaded: dict[str, int] = {}
     timeout = aiohttp.ClientTimeout(total=COUNTERS_TIMEOUT_S)
     async with session.get(f"{router.rstrip('/')}/engines", timeout=timeout) as answer:
-        urls = [one["url"] for one in await answer.json() if one["role"] == Role.DECODE]
-    for url in urls:
+        engines = await answer.json()
+    for url in (one["url"] for one in engines if one["role"] == Role.DECODE):
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.get(f"{url}/metrics", timeout=timeout) as answer:
-                lines = (await answer.text()).splitlines()
-            loaded[url] = sum(
-                int(float(line.split()[-1])) for line in lines if all(one in line for one in LOADED)
-            )
+                loaded[url] = sum(int(float(n)) for n in LOADED.findall(await answer.text()))
     return loaded
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,6 @@ from kvstore import UsageError
 log = logging.getLogger(__name__)
 
 TESTED = ("0.5.6", "0.5.7rc2")
-_ASIDE = ("__init__", "__init_subclass__")
 
 
 @contextmanager
@@ -31,24 +30,22 @@ def names_of_lmcache() -> Iterator[None]:
         raise _refusal(str(e)) from e
 
 
-def check_interface(made: type, base: type, calls: Mapping[str, tuple[str, ...]]) -> None:
+def check_interface(made: type, base: type, calls: Mapping[str, Sequence[str]]) -> None:
     """Raise `UsageError`, which names both versions, unless `made` fits its `base` of LMCache's.
 
     `calls` names what `made` calls of `base`, and the arguments it gives each. A version that was
     not tested but fits is warned of once.
     """
-    misfits = sorted(getattr(made, "__abstractmethods__", ()))
+    misfits = set(getattr(made, "__abstractmethods__", ()))
     for name, theirs in inspect.getmembers(base, inspect.isfunction):
-        ours = inspect.getattr_static(made, name)
-        if name not in _ASIDE and ours is not theirs and not _takes(ours, _arguments(theirs)):
-            misfits.append(name)
-    for name, arguments in calls.items():
-        if not _takes(getattr(base, name, None), ("self", *arguments)):
-            misfits.append(name)
+        if name != "__init__" and not _takes(
+            inspect.getattr_static(made, name), list(inspect.signature(theirs).parameters)
+        ):
+            misfits.add(name)
+    misfits |= {n for n, given in calls.items() if not _takes(getattr(base, n, None), given)}
     if misfits:
-        raise _refusal(f"{base.__name__} differs in {', '.join(sorted(set(misfits)))}")
-    if (found := installed()) not in TESTED:
-        _warn(str(found))
+        raise _refusal(f"{base.__name__} differs in {', '.join(sorted(misfits))}")
+    _warn_unless_tested(installed())
 
 
 def installed() -> str | None:
@@ -59,13 +56,8 @@ def installed() -> str | None:
         return None
 
 
-def _arguments(theirs: object) -> tuple[str, ...]:
-    parameters = inspect.signature(theirs).parameters.values()  # type: ignore[arg-type]
-    return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-
-
-def _takes(method: object, arguments: tuple[str, ...]) -> bool:
-    """Return whether a method can be called with these arguments, by place and by name."""
+def _takes(method: object, arguments: Sequence[str]) -> bool:
+    """Return whether a method has parameters for these arguments, by place and by name."""
     if not callable(method):
         return False
     try:
@@ -82,7 +74,6 @@ def _refusal(why: str) -> UsageError:
 
 
 @cache
-def _warn(found: str) -> None:
-    log.warning(
-        "LMCache %s has the interface of %s, but was not tested", found, " and ".join(TESTED)
-    )
+def _warn_unless_tested(found: str | None) -> None:
+    if found not in TESTED:
+        log.warning("LMCache %s has the interface of %s, but is not tested", found, TESTED)

@@ -325,9 +325,9 @@ check_interface(
     KVStoreL2Adapter,
     L2AdapterInterface,
     {
-        "__init__": ("max_capacity_bytes",),
-        "_notify_keys_stored": ("keys", "sizes"),
-        "_notify_keys_accessed": ("keys",),
-        "_notify_keys_deleted": ("keys", "sizes"),
+        "__init__": ("self", "max_capacity_bytes"),
+        "_notify_keys_stored": ("self", "keys", "sizes"),
+        "_notify_keys_accessed": ("self", "keys"),
+        "_notify_keys_deleted": ("self", "keys", "sizes"),
     },
 )

@@ -312,5 +312,7 @@ def _release(objs: Sequence[MemoryObject | None]) -> None:
             obj.ref_count_down()
 
 
-check_interface(KVStoreConnectorAdapter, ConnectorAdapter, {"__init__": ("schema",)})
-check_interface(KVStoreRemoteConnector, RemoteConnector, {"__init__": ("config", "metadata")})
+check_interface(KVStoreConnectorAdapter, ConnectorAdapter, {"__init__": ("self", "schema")})
+check_interface(
+    KVStoreRemoteConnector, RemoteConnector, {"__init__": ("self", "config", "metadata")}
+)

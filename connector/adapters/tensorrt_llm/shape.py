@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 from connector.layout.block_hashes import ALGORITHM
@@ -20,6 +21,7 @@ SETTINGS = "KVSTORE_TENSORRT_LLM"
 """Environment variable with our settings as JSON: the engine's arguments have no place for them."""
 PAGE_VERSION = 1
 """Grows when the same fields come to mean other bytes."""
+ONE_GROUP = "must be one layer group of full attention, in one region: its pages are one list"
 _OF_THIS_PROCESS = f"of process {uuid4().hex}"
 
 
@@ -31,7 +33,7 @@ def settings() -> ConnectorSettings:
 
 def check(args: object) -> None:
     """Raises `UsageError` for what cannot be shared rightly. TensorRT-LLM itself refuses several
-    pipeline stages, beams and state-space layers beside a connector."""
+    pipeline stages and beams beside a connector."""
     for name in ("pipeline_parallel_size", "context_parallel_size"):
         if (found := _number(args, name)) != 1:
             raise UsageError(name, found, "must be 1")
@@ -41,6 +43,9 @@ def check(args: object) -> None:
             own,
             "must be false: each rank has requests and blocks of its own then",
         )
+    windows = getattr(getattr(args, "kv_cache_config", None), "max_attention_window", None)
+    if len(set(windows or ())) > 1:
+        raise UsageError("kv_cache_config.max_attention_window", windows, ONE_GROUP)
     ranks, of_host = tp_size(args), getattr(args, "gpus_per_node", None)
     if of_host is not None and ranks > int(of_host):
         raise UsageError(
@@ -52,6 +57,17 @@ def check(args: object) -> None:
             type(drafts).__name__,
             "must be None: the connector interface reports no drafts",
         )
+
+
+def check_layout(layout: Any) -> None:
+    """Raises `UsageError` for a KV cache that is no single list of pages; behind a window the
+    engine keeps no page, also of one group."""
+    groups = [
+        (one.window_size, len(one.regions), len(one.replicated_regions)) for one in layout.groups
+    ]
+    if groups != [(None, 1, 0)]:
+        name = "layer groups of the KV cache (window, regions, replicated regions)"
+        raise UsageError(name, groups, ONE_GROUP)
 
 
 def tp_size(args: object) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from connector.adapters.tensorrt_llm.interface import WorkerBase, rank, release
 from connector.adapters.tensorrt_llm.messages import Orders, Run
@@ -18,6 +18,7 @@ from connector.adapters.tensorrt_llm.shape import (
     PoolShape,
     block_tokens,
     check,
+    check_layout,
     engine_fields,
     settings,
     tp_size,
@@ -99,6 +100,12 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
         self._pages = shards[self._rank]
         _sides[id(self._args)] = Side(self._store, shards, pool.block_tokens)
         log.info("kvstore: namespace %s", self._pages.namespace)
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """Take the pool by the base class's way to the call above. Raises `UsageError` where
+        there are layer groups."""
+        check_layout(layout)
+        super().register_kv_cache_layout(layout)
 
     def start_load_kv(self, stream: torch.cuda.Stream) -> None:
         """Read what this step needs into the pool. What cannot be read is said in the forward,

@@ -72,11 +72,16 @@ def install(monkeypatch: Any, *, moved: bool = True) -> None:
     def clear(self: Any) -> None:
         self._metadata = None
 
+    def layout(self: Any, layout: Any) -> None:
+        """The default of @0972960b: one pool comes as the tensor that it always was."""
+        self.register_kv_caches(layout.as_single_pool_tensor())
+
     worker = {
         "__init__": init,
         "bind_connector_meta": bind,
         "get_connector_meta": lambda self: self._metadata,
         "_clear_connector_meta": clear,
+        "register_kv_cache_layout": layout,
     }
     place = "tensorrt_llm._torch.pyexecutor." + "connectors." * moved + "kv_cache_connector"
     names = ["tensorrt_llm._utils", place]

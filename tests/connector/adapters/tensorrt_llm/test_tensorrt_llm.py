@@ -194,6 +194,10 @@ def test_trap_a_failed_forward_saves_nothing(make: Make, store: MemoryBlockStore
         ({"enable_attention_dp": True}, "enable_attention_dp"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size"),
         ({"kv_cache_config": SimpleNamespace()}, "tokens_per_block"),
+        (
+            {"kv_cache_config": SimpleNamespace(max_attention_window=[512, 4096])},
+            "max_attention_window",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused_at_start_by_name(
@@ -206,6 +210,47 @@ def test_what_cannot_be_shared_is_refused_at_start_by_name(
 
     with pytest.raises(UsageError, match=field):
         start()
+
+
+def layout_of(*groups: tuple[int | None, int, int], pool: Any = None) -> SimpleNamespace:
+    """As TensorRT-LLM describes a KV cache: of each layer group its window, and how many regions,
+    each rank's own and replicated ones."""
+    return SimpleNamespace(
+        as_single_pool_tensor=lambda: pool,
+        groups=[
+            SimpleNamespace(
+                window_size=window,
+                regions=[None] * own,
+                replicated_regions=[None] * replicated,
+            )
+            for window, own, replicated in groups
+        ],
+    )
+
+
+def test_one_layer_group_is_the_pool_that_it_always_was(make: Make) -> None:
+    engine = make()
+    (worker,), before = engine.workers, engine.workers[0]._pages.namespace
+    worker.register_kv_cache_layout(layout_of((None, 1, 0), pool=engine.pools[0]))
+    assert worker._pages.namespace.id == before.id
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(None, 1, 0), (512, 1, 0)],  # sliding windows beside full attention
+        [(512, 1, 0)],  # no page behind the window
+        [(None, 2, 0)],  # layers of two sizes
+        [(None, 1, 1)],  # an index that every rank has the same of
+        [],
+    ],
+)
+def test_layer_groups_are_refused_at_start_by_name(
+    make: Make, groups: list[tuple[int | None, int, int]]
+) -> None:
+    (worker,) = make().workers
+    with pytest.raises(UsageError, match="layer groups of the KV cache"):
+        worker.register_kv_cache_layout(layout_of(*groups))
 
 
 def test_settings_that_are_none_are_named(monkeypatch: pytest.MonkeyPatch, adapter: Any) -> None:
