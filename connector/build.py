@@ -147,6 +147,8 @@ class EngineShape:
     """That of `StoreLayout`."""
     left_out: tuple[str, ...] = ()
     """Groups that are not stored, and why, to be said at start."""
+    window_interval_tokens: int | None = None
+    """Tokens between windows that the engine itself keeps; None: it keeps all, or does not say."""
     prompts_only: bool = False
     """What was generated is neither saved nor loaded: its KV is not that of the same tokens in a
     prompt."""
@@ -219,6 +221,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
 
     Raises `UsageError` for settings that cannot work.
     """
+    own = config.checkpoint_interval_tokens
     settings = SchedulerSettings(
         loads=shape.loads,
         saves=shape.saves,
@@ -230,6 +233,8 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         events=shape.events,
         layerwise=config.layerwise,
         loads_again=shape.loads_again,
+        window_interval_tokens=shape.window_interval_tokens if own is None else own,
+        state_interval_tokens=own,
     )
     _check_layerwise(config, shape)
 

@@ -92,6 +92,10 @@ class ConnectorSettings:
     device (docs/rdma.md; it has not run on a device yet)."""
     verify: Literal["never", "always"] = "never"
     """Whether payload checksums are written and checked on this host too."""
+    checkpoint_interval_tokens: Annotated[int, NumberRange(0)] | None = None
+    """Windows and states are saved every so many tokens of a prompt, at its end, and where another
+    prompt parted from it; 0: at these alone. None: vLLM's prefix_cache_retention_interval where
+    that is above 0, else wherever the engine has them (docs/engines.md)."""
     save_decode: bool = True
     """Save blocks that hold generated tokens too."""
     weights_id: str | None = None

@@ -21,6 +21,8 @@ class Scenario:
     """Sessions at once: each is a closed loop, and when it ends the next begins."""
     sticky: bool = False
     """All requests of a session go to one engine; else each goes to either."""
+    in_turn: bool = False
+    """A session's requests go to the engines in turn."""
     store_share: float | None = None
     """Of the working set; None: room for all."""
     killed: bool = False
@@ -31,12 +33,15 @@ class Scenario:
     @property
     def load(self) -> tuple[object, ...]:
         """What an engine without a store makes of it depends on this alone."""
-        return self.sessions, self.requests_max, self.live, self.sticky, self.kv_blocks
+        where = self.sticky, self.in_turn
+        return self.sessions, self.requests_max, self.live, *where, self.kv_blocks
 
     def engine_of(self, request: Request, engines: int, seed: int) -> int:
         """Return the engine that a request goes to: the same in every run."""
         if self.sticky:
             return request.session % engines
+        if self.in_turn:
+            return (request.session + request.number) % engines
         return random.Random(f"{seed}/{request.name}").randrange(engines)
 
 
@@ -46,6 +51,7 @@ SCENARIOS = {
     "small-store": Scenario(store_share=1 / 3),
     "tight-store": Scenario(store_share=1 / 6),
     "sticky": Scenario(sticky=True),
+    "replicas": Scenario(in_turn=True),
     "two-live": Scenario(sessions=4, requests_max=12, live=2),
     "burst": Scenario(sessions=24, requests_max=6, live=24),
     "store-killed": Scenario(killed=True),

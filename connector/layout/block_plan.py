@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.messages import BlockTables, EngineRequest, LoadBlock, SaveBlock, StateBlock
 from kvstore import BlockRef, Key
 
 if TYPE_CHECKING:
-    from connector.layout.geometry import StoreLayout
+    from connector.layout.geometry import GroupLayout, StoreLayout
 
 
 class Placed(NamedTuple):
@@ -21,6 +21,36 @@ class Placed(NamedTuple):
 
 Placement = Sequence[Sequence[Placed | None]]
 """Per group, per store block of the prefix: where it is."""
+
+
+class Checkpoints(NamedTuple):
+    """Names the ends of a prefix, in store blocks, at which its windows and states are saved."""
+
+    every: int | None = None
+    """At the multiples of this; 0: at none, None: at each."""
+    ends: frozenset[int] = frozenset()
+    """At these too: where a later prompt is likely to begin."""
+
+    def keeps(self, blocks: int) -> bool:
+        if self.every is None or blocks in self.ends:
+            return True
+        return self.every > 0 and blocks % self.every == 0
+
+    def window_blocks(
+        self, group: GroupLayout, first: int, last: int, block_tokens: int
+    ) -> Container[int]:
+        """Return which blocks from `first` to `last` of a group some kept end needs."""
+        if self.every is None or group.window_tokens is None:
+            return range(first, last)
+        reach = -(-group.window_tokens // block_tokens)
+        return {
+            index
+            for end in filter(self.keeps, range(first + 1, last + reach + 1))
+            for index in range(group.needed_from(end * block_tokens) // block_tokens, end)
+        }
+
+
+EVERYWHERE = Checkpoints()
 
 
 def usable_run(
@@ -40,18 +70,7 @@ def usable_run(
     chunks and states: engines compute the last token again, whose window
     reaches one token further back, and whose state is the one before it.
     """
-    if not placement:
-        return 0
-    usable = [
-        [one is not None and not _barred(one, barred) for one in row[:blocks_max]]
-        for row in placement
-    ]
-    run = min(len(row) for row in usable)
-    if layout.forgetful:
-        run = min(run, max(0, num_tokens - 1) // layout.block_tokens)
-    for group, row in zip(layout.groups, usable, strict=True):
-        if not group.forgetful and False in row[:run]:
-            run = row.index(False)
+    run, usable = _attention_run(placement, barred, layout, num_tokens, blocks_max)
     while run > 0:
         missing = -1
         for group, row in zip(layout.groups, usable, strict=True):
@@ -63,6 +82,35 @@ def usable_run(
             return run
         run = missing  # every longer prefix up to `run` needs it too
     return 0
+
+
+def attention_run(
+    placement: Placement, barred: Mapping[Key, bytes], layout: StoreLayout, num_tokens: int
+) -> int:
+    """Return the longest prefix that would be usable if its windows and states were there."""
+    if all(group.forgetful for group in layout.groups):
+        return 0
+    return _attention_run(placement, barred, layout, num_tokens, None)[0]
+
+
+def _attention_run(
+    placement: Placement,
+    barred: Mapping[Key, bytes],
+    layout: StoreLayout,
+    num_tokens: int,
+    blocks_max: int | None,
+) -> tuple[int, list[list[bool]]]:
+    usable = [
+        [one is not None and not _barred(one, barred) for one in row[:blocks_max]]
+        for row in placement
+    ]
+    run = min(map(len, usable), default=0)
+    if layout.forgetful:
+        run = min(run, max(0, num_tokens - 1) // layout.block_tokens)
+    for group, row in zip(layout.groups, usable, strict=bool(usable)):
+        if not group.forgetful and False in row[:run]:
+            run = row.index(False)
+    return run, usable
 
 
 def covers(
@@ -182,15 +230,19 @@ def save_blocks(
     tables: BlockTables,
     layout: StoreLayout,
     null_block_id: int | None,
+    checkpoints: Checkpoints = EVERYWHERE,
 ) -> tuple[SaveBlock, ...]:
     """Saves of store blocks `first` to `last`; those the engine no longer holds are left out.
 
-    So are states (`save_states`). `keys` are per group, shard and block.
+    So are states (`save_states`), and windows that none of the `checkpoints` needs. `keys` are per
+    group, shard and block.
     """
     blocks: list[SaveBlock] = []
+    size = layout.block_tokens
+    kept = [checkpoints.window_blocks(group, first, last, size) for group in layout.groups]
     for index in range(first, last):
         for group, table in enumerate(tables):
-            if layout.groups[group].geometry.recurrent:
+            if layout.groups[group].geometry.recurrent or index not in kept[group]:
                 continue
             per_key = layout.blocks_per_key(group)
             ids = tuple(table[index * per_key : (index + 1) * per_key])
@@ -227,8 +279,10 @@ def save_states(
     num_tokens: int,
     states: Sequence[StateBlock],
     layout: StoreLayout,
+    checkpoints: Checkpoints = EVERYWHERE,
 ) -> tuple[SaveBlock, ...]:
-    """Saves of those `states` that end a store block from number `first` on, within `num_tokens`.
+    """Saves of those `states` that end a store block from number `first` on, within `num_tokens`,
+    at one of the `checkpoints`.
 
     `keys` are per group, shard and block.
     """
@@ -237,6 +291,8 @@ def save_states(
         blocks_before, rest = divmod(state.num_tokens, layout.block_tokens)
         index = blocks_before - 1
         if rest or index < first or state.num_tokens > num_tokens:
+            continue
+        if not checkpoints.keeps(blocks_before):
             continue
         shards = keys[state.group]
         if index < len(shards[0]):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from connector.layout.block_plan import EVERYWHERE, Checkpoints
 from connector.messages import EngineRequest, LoadJob
 from connector.scheduler.lookup import Lookup
 from connector.scheduler.request_settings import RequestSettings
@@ -49,6 +50,8 @@ class RequestState:
     it (`SchedulerSettings.loads_again`)."""
     present_blocks: int = 0
     """Leading store blocks that the last lookup found: not saved again."""
+    junction_blocks: int = 0
+    """Leading store blocks of which the last lookup found all but windows and states."""
     saved_blocks: int = 0
     """Leading store blocks that were planned for saving since the last preemption."""
     settings: RequestSettings | None = None
@@ -79,6 +82,17 @@ class RequestState:
             actions = () if hints is None else hints.actions
             self.settings = RequestSettings.of(request.request_id, params, actions)
         return self.settings
+
+    def checkpoints(
+        self, request: EngineRequest, interval_tokens: int | None, block_tokens: int
+    ) -> Checkpoints:
+        """Return where windows and states of the request are saved. Behind its prompt also the
+        same prompt may begin, whose last token is computed again."""
+        if interval_tokens is None:
+            return EVERYWHERE
+        prompt = request.num_prompt_tokens
+        ends = {prompt // block_tokens, (prompt - 1) // block_tokens, self.junction_blocks}
+        return Checkpoints(-(-interval_tokens // block_tokens), frozenset(ends))
 
     def forget_progress(self) -> None:
         """Let a preempted request start over: its blocks are gone and come back elsewhere."""

@@ -27,3 +27,8 @@ class SchedulerSettings:
     """Loads are part of the step that computes the rest of the prompt."""
     loads_again: bool = True
     """Whether a request whose load failed may be offered another before it was computed."""
+    window_interval_tokens: int | None = None
+    """Windows are saved at multiples of it, at the end of prompts, and where more of a prefix was
+    found than windows and states were of; None: wherever the engine has them."""
+    state_interval_tokens: int | None = None
+    """The same of states."""

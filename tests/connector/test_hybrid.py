@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tp_engine import Model, TpEngine
 
-from connector.layout.block_plan import Placed, load_blocks, save_blocks, usable_run
+from connector.layout.block_plan import (
+    Checkpoints,
+    Placed,
+    load_blocks,
+    save_blocks,
+    save_states,
+    usable_run,
+)
 from connector.layout.geometry import GroupLayout, KVGeometry, StoreLayout
 from connector.layout.topology import TpKVTopology
-from connector.messages import WorkerReport
+from connector.messages import StateBlock, WorkerReport
 from kvstore import BlockRef
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -250,3 +257,77 @@ def test_a_block_of_a_later_group_that_was_lost_is_saved_again(
     engine.scheduler.loads_ended(["load"])
     plan = engine.scheduler.plan_step([(request, len(tokens))], [], lambda _: tables)
     assert lost in {key for save in plan.saves for block in save.blocks for key in block.keys}
+
+
+class TestCheckpoints:
+    """Windows and states are saved where a later prompt is likely to begin, not everywhere."""
+
+    @given(
+        window=st.integers(2, 5 * BLOCK),
+        every=st.integers(0, 5),
+        ends=st.frozensets(st.integers(1, 12), max_size=2),
+        first=st.integers(0, 11),
+        count=st.integers(1, 12),
+    )
+    def test_windows_are_those_that_a_kept_end_needs_and_no_others(
+        self, window: int, every: int, ends: frozenset[int], first: int, count: int
+    ) -> None:
+        both = layout(None, window)
+        keys = [[[b"%d-%d" % (group, i) for i in range(24)]] for group in range(2)]
+        tables = [list(range(1, 49)), list(range(101, 149))]
+        last = min(12, first + count)
+        chosen = Checkpoints(every, ends)
+        blocks = save_blocks(keys, first, last, tables, both, 0, chosen)
+
+        def needed(index: int) -> bool:
+            """Token by token, for every end that may come."""
+            kept = ends | set(range(every, 40, every) if every else ())
+            span = range(index * BLOCK, (index + 1) * BLOCK)
+            return any(
+                index < end and any(end * BLOCK - window < token for token in span) for end in kept
+            )
+
+        assert [b.place for b in blocks if b.group == 0] == [*range(first, last)]
+        expected = [index for index in range(first, last) if needed(index)]
+        assert [b.place for b in blocks if b.group == 1] == expected
+
+    def test_states_are_those_at_kept_ends(self) -> None:
+        states = [StateBlock(0, 10 + n, n * BLOCK) for n in range(1, 8)]
+        one = layout(None)
+        keys = [[[b"%d" % i for i in range(8)]]]
+        kept = save_states(keys, 0, 99, states, one, Checkpoints(3, frozenset({7})))
+        assert [b.place + 1 for b in kept] == [3, 6, 7]
+        assert len(save_states(keys, 0, 99, states, one)) == 7
+
+    @pytest.mark.parametrize(
+        ("interval", "saved", "loaded"), [(None, 8, 5), (0, 2, 0), (4 * BLOCK, 4, 4), (1, 8, 5)]
+    )
+    def test_a_prompt_that_goes_on_loads_it_whole_and_one_that_parts_from_it_what_the_interval_left(
+        self,
+        make: Make,
+        store: MemoryBlockStore,
+        interval: int | None,
+        saved: int,
+        loaded: int,
+    ) -> None:
+        tokens = prompt(8)
+        make(window_interval_tokens=interval).save(tokens)
+        windows = len(store.sealed()) - 8
+        assert windows == saved
+        engine = make(seed=1, window_interval_tokens=interval)
+        offered, tables, _, report = engine.load([*tokens, 1, 2, 3])
+        assert (offered, report.failed_requests) == (8 * BLOCK, set())
+        engine.check(tokens, offered, tables)
+        parted = [*tokens[: 5 * BLOCK], *(token + 1 for token in tokens[5 * BLOCK :])]
+        other = make(seed=2, window_interval_tokens=interval)
+        assert other.load(parted)[0] == loaded * BLOCK
+
+    def test_where_a_second_prompt_parted_the_third_one_loads(self, make: Make) -> None:
+        tokens = prompt(8)
+        more = {"window_interval_tokens": 0}
+        make(**more).save(tokens)
+        for seed, found in ((1, 0), (2, 5)):
+            parted = [*tokens[: 5 * BLOCK], *(t + seed for t in tokens[5 * BLOCK :])]
+            engine = make(seed=seed, **more)
+            assert engine.match(engine.request("save", parted)) == found * BLOCK
+            engine.save(parted)

@@ -162,13 +162,17 @@ class SavePlanner:
         keys = state.keys(request, last, layout)
         last = min(last, len(keys[0][0]))
         tables = block_ids(request.request_id)
+        interval = settings.window_interval_tokens
+        checkpoints = state.checkpoints(request, interval, layout.block_tokens)
         while tables is not None and first < last:
             room = self._ledger.room_blocks // self._blocks_per_key
             count = min(last - first, SAVE_JOB_BLOCKS_MAX, room)
             state.waiting_blocks = last - first - count
             if count == 0:
                 return
-            blocks = save_blocks(keys, first, first + count, tables, layout, settings.null_block_id)
+            blocks = save_blocks(
+                keys, first, first + count, tables, layout, settings.null_block_id, checkpoints
+            )
             if blocks:
                 before = min(first, RUN_TOUCHED_MAX)
                 run = tuple(tuple(tuple(shard[:before]) for shard in group) for group in keys)
@@ -193,7 +197,9 @@ class SavePlanner:
         tokens = tokens if most is None else min(tokens, most)
         last = max(s.num_tokens for s in states) // layout.block_tokens
         keys = state.keys(request, last, layout)
-        blocks = save_states(keys, state.present_blocks, tokens, states, layout)
+        interval = self._settings.state_interval_tokens
+        checkpoints = state.checkpoints(request, interval, layout.block_tokens)
+        blocks = save_states(keys, state.present_blocks, tokens, states, layout, checkpoints)
         if 0 < len(blocks) <= self._ledger.room_blocks:
             out.append(self._open(request, state, blocks))
 

@@ -98,6 +98,7 @@ class TpEngine:
         layerwise: bool = False,
         shape: EngineShape | None = None,
         payload_order: Literal["heads", "tokens"] = "heads",
+        window_interval_tokens: int | None = None,
     ) -> None:
         """`shape` is what an adapter has read of such an engine; None: what is right."""
         self.model, self.store, self.engine_block = model, store, engine_block
@@ -115,7 +116,12 @@ class TpEngine:
         self.scheduler = SchedulerCore(
             LazyStore(lambda: store),
             self.layout,
-            SchedulerSettings(lookup_timeout_s=PATIENCE_S, null_block_id=0, layerwise=layerwise),
+            SchedulerSettings(
+                lookup_timeout_s=PATIENCE_S,
+                null_block_id=0,
+                layerwise=layerwise,
+                window_interval_tokens=window_interval_tokens,
+            ),
         )
         self.pins = FakePins()
         self.scheduler.bind_pins(self.pins, tp_size, 1000)

@@ -74,6 +74,15 @@ def kinds_of_vllm() -> Iterator[type]:
             yield kind
 
 
+@pytest.mark.parametrize(("of_vllm", "ours"), [(0, None), (None, None), (64, 64)])
+def test_windows_are_saved_as_far_apart_as_vllm_keeps_them(
+    config: Any, of_vllm: int | None, ours: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 is vLLM's default, which says nothing about a store that others share."""
+    monkeypatch.setattr(config.cache_config, "prefix_cache_retention_interval", of_vllm)
+    assert shape_of(config).window_interval_tokens == ours
+
+
 class TestEnumerated:
     def test_every_kind_that_this_vllm_has_is_decided_on(self) -> None:
         from connector.adapters.vllm.groups.kinds import KINDS
