@@ -1,4 +1,4 @@
-"""Suite `replicas` replays agents' sessions against replicas of one host, data parallel and in turn:
+"""Suite `replicas` replays agents' sessions against data-parallel replicas of one host, in turn:
 what each finds in its own pool, and what all find of each other's work in the store."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.processes import Worker, lone_node
+from benchmarks.processes import NodeProcess, Worker, lone_node
 from benchmarks.report import Row, machine
 from benchmarks.serving.sessions import Request, Session, sessions
 from kvstore import Client
@@ -38,33 +38,28 @@ def arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     made = sessions(options.sessions, count=options.count, requests_max=14, seed=SEED)
     tokens = sum(len(request.prompt) for session in made for request in session)
+    every = tokens // BLOCK_TOKENS  # more than there are
+    pools = (1, every, False), (options.replicas, OWN_BLOCKS, False)
+    more = (options.replicas, every, False), (options.replicas, OWN_BLOCKS, True)
     with lone_node(SIZE_BYTES) as node:
-        about = machine(node.url) | {"prompt_tokens": tokens, "own_blocks": OWN_BLOCKS}
-    rows: list[Row] = []
-    every = sum(map(len, made)) * 4096 // BLOCK_TOKENS  # more than there are
-    one = _row(made, options.live, 1, every, stored=False)
-    for replicas, own, stored in (
-        (options.replicas, OWN_BLOCKS, False),
-        (options.replicas, every, False),
-        (options.replicas, OWN_BLOCKS, True),
-    ):
-        row = _row(made, options.live, replicas, own, stored=stored)
-        rows.append(row | {"of_one_engine": round(row["hit"] / one["hit"], 4)})
-    return about, [one | {"of_one_engine": 1.0}, *rows]
+        about = machine(node.url) | {"prompt_tokens": tokens}
+        rows = [_row(made, options.live, node, *one) for one in pools + more]
+    for row in rows:
+        row["of_one_engine"] = round(row["hit"] / rows[0]["hit"], 4)
+    return about, rows
 
 
-def _row(made: Sequence[Session], live: int, replicas: int, own: int, *, stored: bool) -> Row:
-    with lone_node(SIZE_BYTES) as node:
-        engines = [
-            Worker(ModelEngine, node.url, node.run_dir, own, stored) for _ in range(replicas)
-        ]
-        try:
-            started = time.perf_counter()
-            answers = Replay(made, engines).run(live)
-            wall_s = time.perf_counter() - started
-        finally:
-            for engine in engines:
-                engine.stop()
+def _row(
+    made: Sequence[Session], live: int, node: NodeProcess, replicas: int, own: int, stored: bool
+) -> Row:
+    engines = [Worker(ModelEngine, node.url, node.run_dir, own, stored) for _ in range(replicas)]
+    try:
+        started = time.perf_counter()
+        answers = Replay(made, engines).run(live)
+        wall_s = time.perf_counter() - started
+    finally:
+        for engine in engines:
+            engine.stop()
     prompts = sum(answer.tokens for answer in answers)
     return {
         "engines": replicas,

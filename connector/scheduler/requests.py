@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from connector.layout.block_plan import EVERYWHERE, Checkpoints
+from connector.layout.block_plan import EVERYWHERE, Checkpoints, attention_run
 from connector.messages import EngineRequest, LoadJob
 from connector.scheduler.lookup import Lookup
 from connector.scheduler.request_settings import RequestSettings
@@ -82,6 +82,15 @@ class RequestState:
             actions = () if hints is None else hints.actions
             self.settings = RequestSettings.of(request.request_id, params, actions)
         return self.settings
+
+    def found(self, lookup: Lookup, run: int, request: EngineRequest, layout: StoreLayout) -> None:
+        """Note that a look-up found the first `run` store blocks, and of how many more it found
+        all but windows and states."""
+        self.present_blocks = self.junction_blocks = run
+        if layout.forgetful:
+            self.junction_blocks = attention_run(
+                lookup.placement, self.barred, layout, request.num_tokens
+            )
 
     def checkpoints(
         self, request: EngineRequest, interval_tokens: int | None, block_tokens: int

@@ -44,7 +44,6 @@ from typing import TYPE_CHECKING
 
 from connector import metrics
 from connector.layout.block_plan import (
-    attention_run,
     load_blocks,
     offered_tokens,
     usable_run,
@@ -226,11 +225,7 @@ class SchedulerCore:
         found_tokens = max(run * layout.block_tokens, part_end)
         if self._awaits(state, request, lookup, found_tokens, num_computed_tokens):
             return None
-        state.present_blocks = run
-        if self._settings.window_interval_tokens is not None:
-            state.junction_blocks = attention_run(
-                lookup.placement, state.barred, layout, request.num_tokens
-            )
+        state.found(lookup, run, request, layout)
         self._events.looked_up(request, lookup)
         self._retainer.found(request.request_id, state.own_settings(request).retain, lookup)
         wanted = run

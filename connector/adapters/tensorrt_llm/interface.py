@@ -28,6 +28,20 @@ SchedulerBase: Any = _found.KvCacheConnectorScheduler
 WorkerBase: Any = _found.KvCacheConnectorWorker
 
 
+class LayerGroup(Protocol):
+    """Shows what is used of a layer group of a KV cache."""
+
+    window_size: int | None
+    regions: Sequence[object]
+    replicated_regions: Sequence[object]
+
+
+class KvCacheLayout(Protocol):
+    """Shows what is used of a KV cache's description."""
+
+    groups: Sequence[LayerGroup]
+
+
 class LlmRequest(Protocol):
     """Shows what is used of a request of the executor's."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from connector.layout.block_hashes import ALGORITHM
@@ -16,6 +16,9 @@ from connector.layout.geometry import Field
 from connector.layout.identity import config_digest, digest_of, files_of, weights_or_unknown
 from connector.settings import STORE_SETTINGS, ConnectorSettings, json_object
 from kvstore import Namespace, UsageError, tenant_salt
+
+if TYPE_CHECKING:
+    from connector.adapters.tensorrt_llm.interface import KvCacheLayout
 
 SETTINGS = "KVSTORE_TENSORRT_LLM"
 """Environment variable with our settings as JSON: the engine's arguments have no place for them."""
@@ -59,7 +62,7 @@ def check(args: object) -> None:
         )
 
 
-def check_layout(layout: Any) -> None:
+def check_layout(layout: KvCacheLayout) -> None:
     """Raises `UsageError` for a KV cache that is no single list of pages; behind a window the
     engine keeps no page, also of one group."""
     groups = [

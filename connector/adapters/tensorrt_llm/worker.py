@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from connector.adapters.tensorrt_llm.interface import WorkerBase, rank, release
+from connector.adapters.tensorrt_llm.interface import KvCacheLayout, WorkerBase, rank, release
 from connector.adapters.tensorrt_llm.messages import Orders, Run
 from connector.adapters.tensorrt_llm.shape import (
     PoolShape,
@@ -101,7 +101,7 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
         _sides[id(self._args)] = Side(self._store, shards, pool.block_tokens)
         log.info("kvstore: namespace %s", self._pages.namespace)
 
-    def register_kv_cache_layout(self, layout: Any) -> None:
+    def register_kv_cache_layout(self, layout: KvCacheLayout) -> None:
         """Take the pool by the base class's way to the call above. Raises `UsageError` where
         there are layer groups."""
         check_layout(layout)
