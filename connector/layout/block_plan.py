@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.messages import BlockTables, EngineRequest, LoadBlock, SaveBlock, StateBlock
@@ -70,7 +71,18 @@ def usable_run(
     chunks and states: engines compute the last token again, whose window
     reaches one token further back, and whose state is the one before it.
     """
-    run, usable = _attention_run(placement, barred, layout, num_tokens, blocks_max)
+    if not placement:
+        return 0
+    usable = [
+        [one is not None and not _barred(one, barred) for one in row[:blocks_max]]
+        for row in placement
+    ]
+    run = min(len(row) for row in usable)
+    if layout.forgetful:
+        run = min(run, max(0, num_tokens - 1) // layout.block_tokens)
+    for group, row in zip(layout.groups, usable, strict=True):
+        if not group.forgetful and False in row[:run]:
+            run = row.index(False)
     while run > 0:
         missing = -1
         for group, row in zip(layout.groups, usable, strict=True):
@@ -87,30 +99,11 @@ def usable_run(
 def attention_run(
     placement: Placement, barred: Mapping[Key, bytes], layout: StoreLayout, num_tokens: int
 ) -> int:
-    """Return the longest prefix that would be usable if its windows and states were there."""
-    if all(group.forgetful for group in layout.groups):
-        return 0
-    return _attention_run(placement, barred, layout, num_tokens, None)[0]
-
-
-def _attention_run(
-    placement: Placement,
-    barred: Mapping[Key, bytes],
-    layout: StoreLayout,
-    num_tokens: int,
-    blocks_max: int | None,
-) -> tuple[int, list[list[bool]]]:
-    usable = [
-        [one is not None and not _barred(one, barred) for one in row[:blocks_max]]
-        for row in placement
-    ]
-    run = min(map(len, usable), default=0)
-    if layout.forgetful:
-        run = min(run, max(0, num_tokens - 1) // layout.block_tokens)
-    for group, row in zip(layout.groups, usable, strict=bool(usable)):
-        if not group.forgetful and False in row[:run]:
-            run = row.index(False)
-    return run, usable
+    """Return the longest prefix of which all but windows and states is there."""
+    pairs = list(zip(layout.groups, placement, strict=False))
+    rows = [row for group, row in pairs if not group.forgetful]
+    groups = tuple(group for group in layout.groups if not group.forgetful)
+    return usable_run(rows, barred, replace(layout, groups=groups), num_tokens)
 
 
 def covers(
