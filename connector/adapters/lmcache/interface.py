@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvstore import UsageError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"kvstore.{__name__}")
 
 TESTED = ("0.5.6", "0.5.7rc2")
 
