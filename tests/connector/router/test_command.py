@@ -155,7 +155,7 @@ def test_times_that_are_none_are_named(
     pytest.importorskip("aiohttp")
     words = ["kvstore-router", "--decode", "http://127.0.0.1:1", f"{option}={value}"]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr("aiohttp.web.run_app", lambda *_, **__: pytest.fail("it serves"))
+    monkeypatch.setattr("connector.router.run.serve", lambda *_, **__: pytest.fail("it serves"))
     assert command.main() == 1
     said = capsys.readouterr().err
     assert option.strip("-").replace("-", "_") in said
