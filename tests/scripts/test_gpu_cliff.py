@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpu import cliff
@@ -100,6 +101,53 @@ def test_a_variant_that_does_not_start_is_named_with_what_it_said(
 def test_without_ours_nothing_is_known_and_that_is_a_failure(tmp_path: Path) -> None:
     run = Run(tmp_path, {name: ALL[name] for name in ("none", NATIVE[0])})
     assert run.wrong == ["kvstore did not start: nothing is known of it"]
+
+
+def test_an_engine_in_which_nothing_ended_is_no_figure_but_a_failure(tmp_path: Path) -> None:
+    run = Run(tmp_path, ALL | {"none": (100.0, 0.0)})
+    assert run.wrong == ["none: no turn ended within 30 s"]
+    assert not any(" x, of " in name for name in run.rows)
+
+
+class Vllm:
+    """Ends each request a second after it was added, one at a time."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.waiting, self.prompts = clock, [], []
+
+    def add_request(self, name: str, given: dict[str, Any], *_: object) -> None:
+        self.waiting.append(name)
+        self.prompts.append(given["prompt_token_ids"])
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Any]:
+        self.clock[0] += 1.0
+        ended = SimpleNamespace(finished=True, request_id=self.waiting.pop(0))
+        ended.outputs, ended.num_cached_tokens = [SimpleNamespace(token_ids=[7, 7])], 8
+        return [ended]
+
+
+def test_the_clock_starts_when_each_user_had_an_answer_and_what_ends_later_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gpu import users
+
+    clock = [0.0]
+    engine = Vllm(clock)
+    monkeypatch.setattr(users.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(users, "sampling", lambda tokens, params: None)
+    driver = users.UsersDriver(SimpleNamespace(llm_engine=engine))
+    monkeypatch.setattr(driver, "drain", lambda: None)
+    shape = {"first": 8, "new": 2, "answer": 2, "longest": 100, "vocabulary": 100}
+    seen = driver.talk(3, 6.0, shape)
+    # Three answers before the clock starts, five before it ends, three that were under way.
+    assert seen["turns"] == 5
+    assert len(engine.prompts) == 11
+    assert seen["tokens"] == 3 * (14 + 2) + 2 * (18 + 2)
+    assert (seen["prompt_tokens"], seen["cached_tokens"]) == (3 * 14 + 2 * 18, 40)
+    assert len({len(prompt) for prompt in engine.prompts}) > 2, "histories grow"
 
 
 def test_as_many_histories_fit_as_there_are_users_and_no_more(tmp_path: Path) -> None:

@@ -195,7 +195,11 @@ def _cost_of_batches(gpu: Gpu, say: Say, base: int, there: int) -> None:
     """Compare one call for all with a call each, and the settings of the call."""
     from gpu.driver import timed
 
-    ways = {"batch": {}, "any order": {"order": "any"}, "overlap": {"overlap": True}}
+    ways: dict[str, dict[str, Any]] = {
+        "batch": {},
+        "any order": {"order": "any"},
+        "overlap": {"overlap": True},
+    }
     for size in (4096, 16 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB):
         count = min(1024, PART_BYTES // size)
         spots = [i * size for i in range(count)]
@@ -209,7 +213,7 @@ def _cost_of_batches(gpu: Gpu, say: Say, base: int, there: int) -> None:
             for kind in (*ways, "single"):
                 many = gpu.batch(**ways[kind]) if kind in ways else gpu.copy
                 assert many is not None
-                stream, calls_s = gpu.stream(), []
+                stream, calls_s = gpu.stream(), list[float]()
 
                 def work(many: Any = many, stream: int = stream, calls_s: Any = calls_s) -> None:
                     began = time.perf_counter()
@@ -264,7 +268,7 @@ def storm(say: Say) -> None:
         gpu.lock(memory.address + part * PART_BYTES, PART_BYTES)
     sizes = random.choice(STORM_BYTES, STORM_COPIES)
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    done, failed = [0, 0], []
+    done, failed = [0, 0], list[str]()
 
     def run(which: int) -> None:
         own, base = Gpu(), which * PART_BYTES

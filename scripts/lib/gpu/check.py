@@ -34,6 +34,9 @@ RESULTS = (OUTPUT, ROWS, BENCH, PULLS, LOCKING, ENGINES, JUDGE, LOGS)
 UNPACK_S = 120.0
 
 
+Command = list[str | Path]
+
+
 class Planned(NamedTuple):
     """Names a step and the part that it belongs to; the steps of a part follow each other."""
 
@@ -45,35 +48,51 @@ def plan(
     out: Path, scratch: Path, engine_env: dict[str, str], options: Options
 ) -> Iterator[Planned]:
     """Yield all steps, in their order. Engines leave their logs in folders of `scratch`."""
-    python, lib = sys.executable, [sys.executable, "scripts/lib"]
+    python, lib = sys.executable, Command([sys.executable, "scripts/lib"])
     yield Planned("answers", Step("machine", 30, ["bash", "-c", MACHINE]))
-    rows = ["--rows", out / ROWS]
+    rows: Command = ["--rows", out / ROWS]
     for name, seconds in ANSWERS.items():
         yield Planned("answers", Step(name, seconds, [*lib, "gpu.probe", name, *rows]))
-    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "-rs"]
+    pytest: Command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "-rs"]
     pytest += ["--timeout", "60"]
     # Each file in a process of its own: after a fault on the device all later calls of one fail.
     for file in (*sorted(ROOT.glob("tests/gpu/test_*.py")), ROOT / TEST_OF_COPIES):
-        command = [*pytest, "-v", "--durations", "3", file.relative_to(ROOT), *options.tests]
+        command: Command = [
+            *pytest,
+            "-v",
+            "--durations",
+            "3",
+            file.relative_to(ROOT),
+            *options.tests,
+        ]
         yield Planned("tests", Step(file.stem, 120, command))
-    for name, seconds in {**BY_DEFAULT, **CLIFF}.items():
+    engines: dict[str, float] = {**BY_DEFAULT, **CLIFF}
+    for name, limit_s in engines.items():
         command = [*lib, "gpu.rungs", name, *rows, "--folder", scratch / name]
         part = "cliff" if name in CLIFF else "engines"
-        yield Planned(part, Step(name, seconds, command, engine_env))
+        yield Planned(part, Step(name, limit_s, command, engine_env))
     for name, seconds in FIGURES.items():
         yield Planned("figures", Step(name, seconds, [*lib, "gpu.probe", name, *rows]))
-    ipc = [python, "-m", "benchmarks.gpu_ipc", "--out", out / PULLS]
+    ipc: Command = [python, "-m", "benchmarks.gpu_ipc", "--out", out / PULLS]
     yield Planned("figures", Step("ipc", 60, ipc))
-    bench = [python, "-m", "benchmarks.suites.gpu", "--out", out / BENCH]
+    bench: Command = [python, "-m", "benchmarks.suites.gpu", "--out", out / BENCH]
     bench += ["--thread-blocks", "8", "16", "32", "64", *["--quick"] * options.quick]
     yield Planned("figures", Step("bench", 140, bench))
-    figures = [*lib, "gpu.engine_figures", "--out", out / ENGINES]
+    figures: Command = [*lib, "gpu.engine_figures", "--out", out / ENGINES]
     figures += ["--folder", scratch / "engine-figures"]
     yield Planned("figures", Step("engine-figures", 200, figures, engine_env))
-    locking = [python, "-m", "benchmarks.gpu_locking", "--out", out / LOCKING]
+    locking: Command = [python, "-m", "benchmarks.gpu_locking", "--out", out / LOCKING]
     yield Planned("figures", Step("locking", 90, locking))
     for tool in ("memcheck", "initcheck") if shutil.which("compute-sanitizer") else ():
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *pytest, "-q"]
+        command = [
+            "compute-sanitizer",
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "1",
+            *pytest,
+            "-q",
+        ]
         command += ["tests/gpu/test_paged_copy.py", "-k", SANITIZED]
         yield Planned("sanitizer", Step(f"sanitizer-{tool}", 150, command))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from engines import EngineProcess, EngineSettings, kv_transfer
+from engines import EngineProcess, EngineSettings, cpu_dtype, kv_transfer
 
 from gpu.engine import GRAPHS, DidNotStartError, attention, on_device
 from gpu.rows import Say
@@ -131,7 +131,7 @@ def settings(size: Size, connector: dict[str, Any] | None) -> EngineSettings:
         max_batched_tokens=8192 if on_device() else 1024,
         extra=more,
         env={"PYTHONPATH": os.pathsep.join(PATH)},
-        **({"dtype": "bfloat16"} if on_device() else {}),
+        dtype="bfloat16" if on_device() else cpu_dtype(),
     )
 
 
@@ -177,6 +177,8 @@ def measured(start: Start, folder: Path, size: Size, say: Say) -> dict[str, dict
 def judged(rates: Mapping[str, Mapping[float, float]], say: Say) -> list[str]:
     """Say what is left of the best throughput beyond the cliff; return what could not be said."""
     low, high = LOADS
+    if idle := [name for name, by_load in rates.items() if not all(by_load.values())]:
+        return [f"{', '.join(idle)}: no turn ended within {SECONDS:g} s"]
     for name, by_load in rates.items():
         kept = by_load[high] / by_load[low]
         say(f"{name}: tokens/s at {high} x, of its own at {low} x", round(kept, 3))

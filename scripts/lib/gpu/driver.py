@@ -70,8 +70,8 @@ class Gpu:
 
     def batch(self, order: str = "stream", overlap: bool = False) -> Callable[..., str] | None:
         """Return a call for many copies with these settings, which returns the driver's answer."""
-        product.CUDA_BATCH_SOURCE_ORDER = order  # type: ignore[assignment]
-        product.CUDA_BATCH_OVERLAP = overlap
+        product.CUDA_BATCH_SOURCE_ORDER = order  # type: ignore[assignment, attr-defined]
+        product.CUDA_BATCH_OVERLAP = overlap  # type: ignore[attr-defined]
         many = product.batch_copies(self.driver)
         if many is None:
             return None

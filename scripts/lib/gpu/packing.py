@@ -69,7 +69,7 @@ class Carved(NamedTuple):
     """Fat binaries that have nothing of the architecture."""
 
 
-def section_of(elf: bytes, wanted: str) -> tuple[int, int]:
+def section_of(elf: bytes | bytearray, wanted: str) -> tuple[int, int]:
     """Return offset and size of a section of a 64-bit ELF file; (0, 0) when there is none."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<HHH", elf, 0x3A)

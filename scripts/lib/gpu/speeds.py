@@ -74,7 +74,7 @@ def kernel(say: Say) -> None:
                 Scatter(at, 0, s.block_ids) for s, at in zip(rig.scatters, places, strict=True)
             ]
             for grid in (8, 32, 64, 132):
-                plan.DEVICE_BLOCKS_MAX = grid
+                plan.DEVICE_BLOCKS_MAX = grid  # type: ignore[attr-defined]
                 saved = timed(lambda: rig.blocks.gather_many(gathers), 7)  # noqa: B023
                 loaded = timed(lambda: rig.blocks.scatter_many(scatters), 7)  # noqa: B023
                 rates = [round(size / took / 1e9) for took in (saved, loaded)]

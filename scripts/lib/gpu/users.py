@@ -7,6 +7,7 @@ there are always as many requests as users.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import Any
@@ -46,13 +47,14 @@ class UsersDriver(Driver):
         self._users: list[User] = []
 
     def talk(self, users: int, seconds: float, shape: dict[str, int]) -> dict[str, float]:
-        """Let so many users talk for so long; what ended in that time, and how much of it was
-        computed. Users go on where they were the last time."""
+        """Let so many users talk, and return what ended within so many seconds once each had an
+        answer, and how much of it was not computed. Users go on where they were the last time."""
         while len(self._users) < users:
             self._users.append(User(len(self._users), shape))
         waiting: dict[str, tuple[User, int]] = {}
         seen = {"turns": 0, "tokens": 0, "prompt_tokens": 0, "cached_tokens": 0}
-        began = time.perf_counter()
+        answered: set[User] = set()
+        end_at = math.inf
 
         def ask(user: User) -> None:
             name = f"u{self._next}"
@@ -71,12 +73,18 @@ class UsersDriver(Driver):
                 user, prompt_tokens = waiting.pop(output.request_id)
                 answer = list(output.outputs[0].token_ids)
                 user.hear(answer)
-                if time.perf_counter() - began < seconds:
+                now = time.perf_counter()
+                if now >= end_at:
+                    continue
+                if end_at < math.inf:
                     seen["turns"] += 1
                     seen["tokens"] += prompt_tokens + len(answer)
                     seen["prompt_tokens"] += prompt_tokens
                     seen["cached_tokens"] += output.num_cached_tokens or 0
-                    ask(user)
+                answered.add(user)
+                if len(answered) == users and end_at == math.inf:
+                    end_at = now + seconds
+                ask(user)
         self.drain()
         return {**seen, "seconds": seconds}
 
