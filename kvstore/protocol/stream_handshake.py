@@ -51,6 +51,10 @@ _HAS_SECRET = 1
 """In the second field of a hello; the bits above it are MACs."""
 
 
+class SecretError(WireError):
+    """The two sides do not know the same secret."""
+
+
 def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secret or b"", b"kvstore stream 3 " + who + transcript, "sha256")
 
@@ -137,7 +141,7 @@ class ClientHandshake(_Side):
         has_secret = bool(abilities & _HAS_SECRET)
         if has_secret != (self._secret is not None):
             who = "no secret, the node one" if has_secret else "a secret, the node none"
-            raise WireError(f"this client has {who} (KVSTORE_SECRET)")
+            raise SecretError(f"this client has {who} (KVSTORE_SECRET)")
         macs = _macs(abilities)
         if len(macs) != bool(self._macs) or not macs <= self._macs:
             raise WireError("the node would not seal the stream as this client asks for")
@@ -151,9 +155,11 @@ class ClientHandshake(_Side):
         if len(verdict) != VERDICT_BYTES:
             raise WireError(f"a verdict of {len(verdict)} bytes")
         if verdict[0] != ACCEPTED:
-            raise WireError("the node refuses this client: its secret is another one")
+            raise SecretError(
+                "the node refuses this client: its secret is another one (KVSTORE_SECRET)"
+            )
         if not matches(_proof(self._secret, b"node", self._transcript), verdict[1:]):
-            raise WireError("the node does not know the secret")
+            raise SecretError("the node does not know the secret (KVSTORE_SECRET)")
         return self._seals(b"client", b"node")
 
 

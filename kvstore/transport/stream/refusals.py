@@ -1,4 +1,5 @@
-"""Remembers which nodes answer and do not serve this client: secrets or certificates differ.
+"""Remembers which nodes answer and do not serve this client, and why: secrets or certificates
+differ, or the node takes no more connections.
 
 Such a node is not silent, and may well serve other clients of this host.
 """
@@ -9,6 +10,7 @@ import ssl
 
 from kvstore.nodedir import Announcement
 from kvstore.protocol.stream import WireError
+from kvstore.protocol.stream_handshake import SecretError
 
 REFUSALS_MAX = 1024
 """Nodes that are remembered; beyond, all are forgotten."""
@@ -18,18 +20,30 @@ class Refusals:
     """By node and epoch. Thread-safe so far as that something may be forgotten."""
 
     def __init__(self) -> None:
-        self._nodes: set[tuple[int, int]] = set()
+        self._nodes: dict[tuple[int, int], tuple[str, str]] = {}
 
     def __contains__(self, node: Announcement) -> bool:
-        return (node.node_id, node.epoch) in self._nodes
+        return self.why(node) is not None
+
+    def why(self, node: Announcement) -> tuple[str, str] | None:
+        """Return why that start of `node` did not serve this client when it was last asked: for the
+        `secret`, for `tls`, or because it `refused`; and what is to be said about it."""
+        return self._nodes.get((node.node_id, node.epoch))
 
     def heard(self, node: Announcement, error: Exception) -> None:
         """A connection to that start of `node` has failed like this."""
-        if isinstance(error, WireError | ssl.SSLError):
-            if len(self._nodes) >= REFUSALS_MAX:
-                self._nodes.clear()
-            self._nodes.add((node.node_id, node.epoch))
+        if isinstance(error, SecretError):
+            cause = "secret"
+        elif isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            cause = "tls"
+        elif isinstance(error, WireError | ssl.SSLError):
+            cause = "refused"
+        else:
+            return
+        if len(self._nodes) >= REFUSALS_MAX:
+            self._nodes.clear()
+        self._nodes[node.node_id, node.epoch] = (cause, str(error))
 
     def over(self, node: Announcement) -> None:
-        """That start of `node` serves this client."""
-        self._nodes.discard((node.node_id, node.epoch))
+        """That start of `node` serves this client, or cannot be reached at all."""
+        self._nodes.pop((node.node_id, node.epoch), None)

@@ -23,7 +23,6 @@ Must never happen:
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 import weakref
@@ -33,12 +32,6 @@ from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, Usage
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_IDLE_TIMEOUT_S
 from kvstore.nodedir import Announcement
 from kvstore.protocol.stream import Frame, WireError, pack_read
-from kvstore.protocol.stream_handshake import (
-    NODE_HELLO_BYTES,
-    NONCE_BYTES,
-    VERDICT_BYTES,
-    ClientHandshake,
-)
 from kvstore.protocol.stream_reply import ReadReply, heads_bytes, tails_bytes
 from kvstore.system import tcp
 from kvstore.system.fork import in_each_child
@@ -47,6 +40,7 @@ from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
 from kvstore.transport.stream.address import Address, parse
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
+from kvstore.transport.stream.greeting import shake_hands
 from kvstore.transport.stream.refusals import Refusals
 from kvstore.transport.stream.security import StreamSecurity
 
@@ -155,11 +149,20 @@ class StreamTransport:
         pool = self._pools.get(_pool_of(node))
         return pool is not None and pool.hung_up()
 
+    def greet(self, node: Announcement, deadline: float) -> None:
+        """Connect to one that is `usable` and shake hands, no more. Raises `PeerError` unless that
+        start of `node` serves this client."""
+        self._opened(node, parse(node.transports[NAME]), deadline).close()
+
     def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
+        return self._opened(node, address, deadline)
+
+    def _opened(self, node: Announcement, address: Address, deadline: float) -> Channel:
         try:
             connection = tcp.connect(address.host, address.port, deadline)
         except OSError as e:
             let_through(e)
+            self.refusals.over(node)
             if isinstance(e, TimeoutError):
                 raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
@@ -168,7 +171,8 @@ class StreamTransport:
                 connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection = tls.wrap_socket(connection, server_hostname=address.host)
             channel = Channel(connection)
-            self._shake_hands(channel, (node.node_id, node.epoch), deadline)
+            own = next(iter(self._security.secrets()), None)
+            shake_hands(channel, own, (node.node_id, node.epoch), deadline)
         except PeerError as e:
             connection.close()
             self.refusals.heard(node, e)
@@ -180,18 +184,6 @@ class StreamTransport:
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
         self.refusals.over(node)
         return channel
-
-    def _shake_hands(self, channel: Channel, node: tuple[int, int], deadline: float) -> None:
-        shake = ClientHandshake(
-            next(iter(self._security.secrets()), None),
-            secrets.token_bytes(NONCE_BYTES),
-            node,
-            protected=channel.encrypted,
-        )
-        channel.send([shake.hello], deadline)
-        proof = shake.prove(channel.receive_bytes(NODE_HELLO_BYTES, deadline))
-        channel.send([proof], deadline)
-        channel.seals = shake.check(channel.receive_bytes(VERDICT_BYTES, deadline))
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -7,6 +7,7 @@ import pytest
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.protocol.stream import WireError
+from kvstore.protocol.stream_handshake import SecretError
 from kvstore.transport.stream import refusals
 from kvstore.transport.stream.refusals import Refusals
 
@@ -41,3 +42,19 @@ def test_beyond_a_limit_all_are_forgotten(monkeypatch):
     for number in range(4):
         refused.heard(node(number), WireError("no"))
     assert [node(number) in refused for number in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (SecretError("another"), "secret"),
+        (ssl.SSLCertVerificationError(1, "not valid"), "tls"),
+        (ssl.SSLEOFError(8, "it hung up"), "refused"),
+        (WireError("no room"), "refused"),
+    ],
+)
+def test_what_a_connection_failed_at_is_told_apart(error, cause):
+    refused = Refusals()
+    refused.heard(node(1), error)
+    assert refused.why(node(1)) == (cause, str(error))
+    assert refused.why(node(2)) is None
