@@ -19,6 +19,7 @@ RECORD_VERSION = 2
 _BODY = struct.Struct("<BBHIQQIIQ")
 _CRC = struct.Struct("<I")
 _NODE_START = slice(4, 16)
+_CHECKSUM = slice(32, 40)
 _START = struct.Struct("<IQ")
 RECORD_BYTES = _BODY.size + _CRC.size
 assert RECORD_BYTES == 44
@@ -103,6 +104,11 @@ def node_start_of(key: Key, record: bytes) -> bytes | None:
 def node_start(node_id: int, epoch: int) -> bytes:
     """Epoch and node id as records have them."""
     return _START.pack(epoch, node_id)
+
+
+def has_checksum(record: bytes) -> bool:
+    """Whether the block of a record has one; nothing else is checked."""
+    return any(record[_CHECKSUM])
 
 
 def slot_of(record: bytes) -> tuple[int, int]:

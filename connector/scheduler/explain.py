@@ -42,11 +42,11 @@ from connector.scheduler.lookup import Lookup
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
-_ASKED = (MissReason.ABSENT, MissReason.OUT_OF_REACH)
+_ASKED = (MissReason.ABSENT, *(reason for reason in MissReason if reason.unreadable))
 """Reasons of a lookup that the store can say more about."""
 _WORDS = {
     MissReason.ABSENT: "the index does not have it",
-    MissReason.OUT_OF_REACH: "its node cannot be read from here",
+    **dict.fromkeys(_ASKED, "it cannot be read from here"),
     MissReason.DEADLINE: "the lookup was not answered in time",
     MissReason.BREAKER_OPEN: "the index failed lately and is not asked",
     MissReason.INDEX_ERROR: "the index could not be asked",

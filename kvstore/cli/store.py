@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from kvstore.client.client import Client
 from kvstore.client.local.control import ControlChannel
+from kvstore.client.missing.readability import Reach
+from kvstore.client.session import BlockSession
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.embedded_redis import supervisor
 from kvstore.index.open import URL_VARIABLE
@@ -58,6 +61,15 @@ def open_client(args: argparse.Namespace, run_dir: Path, *, node: str | None = N
         client.close()
         raise
     return client
+
+
+def reach(url: str, key_prefix: str, run_dir: Path, timeout_s: float) -> list[Reach]:
+    """Return every node that is announced, and why a client here cannot read it, within
+    `timeout_s`; each is tried."""
+    with closing(
+        BlockSession(url, key_prefix=key_prefix, run_dir=run_dir, limits=LIMITS)
+    ) as session:
+        return session.reach(time.monotonic() + timeout_s)
 
 
 class LocalNode(NamedTuple):

@@ -44,7 +44,8 @@ class LookupResult(list[BlockRef | None]):
     those that are missing."""
 
     short: MissReason | None = None
-    """None when the index answered: a None among the answers is then an absent block."""
+    """None when the index answered: a None among the answers is then an absent block, or one whose
+    node is out of reach. Another cause for which this client cannot read a block is named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
     key -> found here  by the tables of hints of the segments that are mapped: nobody is asked and
                        nobody waited for, so it needs no deadline. Of nodes of the client's own
-                       index alone, which a lookup may believe as it believes the index
+                       index alone, which a lookup may believe as it believes the index; and only
+                       what this client can read (client/missing/readability.py)
         -> by record   the index is asked for the keys that were missing, within the deadline. What
                        its record names counts where that node can be read from here; where not,
                        this host's memory may have the block of another node
@@ -22,12 +23,13 @@ from kvstore.batches import in_batches
 from kvstore.client.base import BlockRef, LookupResult, PrefixMatch
 from kvstore.client.local.nodes import Attached, LocalNodes
 from kvstore.client.missing.explanation import MissReason, reason_of
+from kvstore.client.missing.readability import NO_CHECKSUM
 from kvstore.client.reader import Reader
 from kvstore.client.remote.peers import Peers
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.record import RecordSigner, pack_place
+from kvstore.record import RecordSigner, has_checksum, pack_place
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.segment.locate import offset_of
 from kvstore.types import Key, Tier
@@ -136,6 +138,11 @@ def _leading(found: Iterable[BlockRef | None]) -> Iterator[BlockRef]:
         yield one
 
 
+def _start(part: bytes) -> tuple[int, int]:
+    """Return (node id, epoch) of what `_NODE_PART` cuts out."""
+    return int.from_bytes(part[4:], "little"), int.from_bytes(part[:4], "little")
+
+
 class BlockLookup:
     """Answers a session's lookups. Thread-safe; never raises for a peer's fault, except
     `readable`."""
@@ -149,20 +156,30 @@ class BlockLookup:
         signer: RecordSigner | None,
         index_timeout_s: float,
     ) -> None:
-        """`reader` counts misses. `index_timeout_s` is what a lookup without a deadline of its own
-        may still take on this host when the index has failed."""
+        """`reader` counts misses, and says what can be read. `index_timeout_s` is what a lookup
+        without a deadline of its own may still take on this host when the index has failed."""
         self._index = index
         self._nodes = nodes
         self._remote = remote
         self._reader = reader
         self._signer = signer
         self._index_timeout_s = index_timeout_s
+        self._readability = reader.readability
         self._now = nodes.machine.monotonic
+
+    def _found_here(
+        self, keys: Sequence[Key], give_up_at: float | None = None
+    ) -> Iterator[BlockRef | None]:
+        """`found_here`, as far as this client can read it."""
+        found = found_here(self._nodes, self._signer, keys, give_up_at)
+        if self._readability is None or not self._readability.verifies:
+            return found
+        return (one if one is not None and has_checksum(one.record) else None for one in found)
 
     def match(self, keys: Sequence[Key], timeout_s: float | None) -> PrefixMatch:
         """See `BlockStore.match`."""
         started = self._now()
-        run = PrefixMatch(_leading(found_here(self._nodes, self._signer, keys)))
+        run = PrefixMatch(_leading(self._found_here(keys)))
         rest = keys[len(run) :]
         if rest:
             run.short = self._match_on(run, rest, started, timeout_s)
@@ -190,8 +207,9 @@ class BlockLookup:
         before = len(run)
         run += _leading(self._in_reach(keys, records[:genuine], started, timeout_s))
         if len(run) - before < genuine:
-            self._reader.missed(MissReason.OUT_OF_REACH)
-            return MissReason.OUT_OF_REACH
+            reason = self._unreadable(records[len(run) - before])
+            self._reader.missed(reason)
+            return reason
         if genuine < len(records):
             return MissReason.BAD_SIGNATURE
         return MissReason.ABSENT if genuine < len(keys) else None
@@ -199,7 +217,7 @@ class BlockLookup:
     def lookup(self, keys: Sequence[Key], timeout_s: float | None) -> LookupResult:
         """See `BlockStore.lookup`."""
         started = self._now()
-        answers = LookupResult(found_here(self._nodes, self._signer, keys))
+        answers = LookupResult(self._found_here(keys))
         unknown = [i for i, one in enumerate(answers) if one is None]
         if unknown:
             answers.short = self._look_up_on(answers, keys, unknown, started, timeout_s)
@@ -227,9 +245,15 @@ class BlockLookup:
             self._reader.missed(MissReason.DEADLINE)
             return MissReason.DEADLINE
         refs = self._in_reach(rest, records, started, timeout_s)
-        for i, ref in zip(unknown, refs, strict=True):
+        reason: MissReason | None = None
+        for i, ref, record in zip(unknown, refs, records, strict=True):
             answers[i] = ref
-        return None
+            if reason is None and ref is None and record is not None:
+                reason = self._unreadable(record)
+        if reason is None or reason is MissReason.OUT_OF_REACH:
+            return None
+        self._reader.missed(reason)
+        return reason
 
     def readable(self, keys: Sequence[Key]) -> list[Record | None]:
         """For each of `keys` its record in the index, if the node it names can be read from here.
@@ -237,6 +261,15 @@ class BlockLookup:
         Raises `IndexUnavailableError`.
         """
         return self._reached(self._genuine(keys))
+
+    def taken(self, keys: Sequence[Key]) -> set[Key]:
+        """Return the `keys` whose block the index has where it cannot be read from here."""
+        try:
+            records = self._genuine(keys)
+        except IndexUnavailableError:
+            return set()
+        rows = zip(keys, records, self._reached(records), strict=True)
+        return {key for key, there, readable in rows if there is not None and readable is None}
 
     def _genuine(self, keys: Sequence[Key]) -> list[Record | None]:
         """For each of `keys` its record, signed as it must be; None where the index has none."""
@@ -294,15 +327,34 @@ class BlockLookup:
         self._nodes.check(now)
         parts = {record[_NODE_PART] for record in records if record is not None}
         away = {part for part in parts if not self._reachable(part, now)}
-        if not away:
+        checked = {part for part in parts - away if self._needs_checksum(part)}
+        if not away and not checked:
             return list(records)
-        return [None if r is None or r[_NODE_PART] in away else r for r in records]
+        return [
+            None
+            if r is None
+            or r[_NODE_PART] in away
+            or (r[_NODE_PART] in checked and not has_checksum(r))
+            else r
+            for r in records
+        ]
+
+    def _needs_checksum(self, part: bytes) -> bool:
+        return self._readability is not None and self._readability.needs_checksum(*_start(part))
+
+    def _unreadable(self, record: Record) -> MissReason:
+        """Return why a block that is there cannot be read from here."""
+        part = record[_NODE_PART]
+        if self._readability is None or len(part) != 12:
+            return MissReason.OUT_OF_REACH
+        if self._reachable(part, self._now()):
+            return NO_CHECKSUM.reason
+        return self._readability.why_not(*_start(part)).reason
 
     def _reachable(self, part: bytes, now: float) -> bool:
         if len(part) != 12:
             return False
-        epoch = int.from_bytes(part[:4], "little")
-        node_id = int.from_bytes(part[4:], "little")
+        node_id, epoch = _start(part)
         if self._nodes.segment(node_id, epoch, now) is not None:
             return True
         return self._remote is not None and self._remote.node(node_id, epoch, now) is not None
@@ -314,7 +366,7 @@ class BlockLookup:
         return [by_part[part] for part in parts]
 
     def _tier(self, part: bytes) -> Tier:
-        epoch, node_id = int.from_bytes(part[:4], "little"), int.from_bytes(part[4:], "little")
+        node_id, epoch = _start(part)
         if self._nodes.mapped_start(node_id, epoch):
             return Tier.HOST
         vram = None if self._remote is None else self._remote.vram
@@ -330,7 +382,7 @@ class BlockLookup:
             give_up_at = self._now() + self._index_timeout_s
         else:
             give_up_at = started + timeout_s
-        return found_here(self._nodes, self._signer, keys, give_up_at)
+        return self._found_here(keys, give_up_at)
 
     def _short(self, error: IndexUnavailableError, *, missed: bool) -> MissReason | None:
         """Return why not all was found: the index was not there to be asked."""

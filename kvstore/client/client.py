@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -14,9 +15,11 @@ from typing import Self
 from kvstore.client import arguments
 from kvstore.client.base import ResetResult
 from kvstore.client.health import Health, ask_index
+from kvstore.client.local.deadlines import until
 from kvstore.client.missing.explanation import Explanation, Missing, MissReason
 from kvstore.client.missing.miss_query import about_block, about_value
 from kvstore.client.pinned import Pinned, TokenMatch
+from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
 from kvstore.client.values.existing import node_of
@@ -27,6 +30,7 @@ from kvstore.index.redis.url import parse_url
 from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
+from kvstore.transport.select import SHM
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import EXISTS, STORED, Key, PutResult, Retained, Value
 
@@ -353,18 +357,28 @@ class Client:
         if not keys:
             detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
             return 0, Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
-        found = self._reader.search(keys)
+        found = self._found(keys)
         hit = found.index(None) if None in found else len(keys)
         if hit == len(keys):
             return hit, None
         question = about_block(hit, keys[hit], tokens, self.namespace, self.block_tokens)
         return hit, self.session.why_missing(question)
 
+    def _found(self, keys: Sequence[Key]) -> list[object]:
+        """Return where each block is that can be read: nodes of other hosts are tried."""
+        session, found = self.session, self._reader.search(keys)
+        deadline = session.machine.monotonic() + session.limits.request_timeout_s / 2
+        cannot = session.readability.cannot_read(found.remote.values(), deadline)
+        return [
+            None if isinstance(ref, RemoteBlock) and ref.location[:2] in cannot else ref
+            for ref in found
+        ]
+
     def explain_key(self, key: str | bytes) -> Missing | None:
         """Return why a get of `key` would miss now; None when it would hit. As `explain`
         otherwise."""
         raw_key = self._value_key(key)
-        if self._reader.search((raw_key,)) != [None]:
+        if self._found((raw_key,)) != [None]:
             return None
         missing = self.session.why_missing(about_value(key, self.namespace))
         self._count_reason(missing)
@@ -384,13 +398,24 @@ class Client:
         ask_index(self.session.index)
 
     def health(self) -> Health:
-        """What works now: a round trip to Redis and one to each memory node of this host.
+        """What works now: a round trip to Redis and one to each memory node of this host, and a
+        connection to each of the others.
 
-        Truthy when all does, and its text says what does not. Starts nothing, and raises nothing
-        for a peer's fault; nodes that hang cost `Limits.request_timeout_s` together.
+        Truthy when Redis and the nodes of this host do, or without any here one that can be read;
+        its text says what does not. Starts nothing, and raises nothing for a peer's fault; nodes
+        that hang cost `Limits.request_timeout_s` together.
         """
         self._check_open()
-        return self.session.health()
+        session = self.session
+        now = session.machine.monotonic()
+        give_up_at = now + session.limits.request_timeout_s
+        others = {
+            one.name: str(one.fault or "")
+            for one in session.reach((now + give_up_at) / 2)
+            if not (one.here and SHM in session.transports) and one.fault is one.unreadable
+        }
+        with until(give_up_at):
+            return replace(session.health(), others=others)
 
     def stats(self) -> dict[str, dict[str, int | float]]:
         """Counters of this client ("client") and of this host's node ("node", empty when gone).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.base import Index
@@ -30,15 +30,21 @@ class Health:
     nodes: Mapping[str, str]
     """By name, for each memory node that lives on this host: what is wrong with it, or nothing.
     Without any, values go to other hosts, or the first save starts the embedded node."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """The same for the nodes of other hosts, and why this client cannot read them. That is no
+    fault while one of them, or a node of this host, can be."""
 
     def __bool__(self) -> bool:
-        return not self.index and not any(self.nodes.values())
+        alone = not self.nodes and len(self.others) > 0 and all(self.others.values())
+        return not (self.index or any(self.nodes.values()) or alone)
 
     def __str__(self) -> str:
         wrong = [f"index: {self.index}"] if self.index else []
         wrong += [f"node {name}: {why}" for name, why in self.nodes.items() if why]
         right = "healthy" if self.nodes else "healthy, with no memory node on this host"
-        return "; ".join(wrong) or right
+        said = wrong if not self else [right]
+        said += [f"node {name}: {why}" for name, why in self.others.items() if why]
+        return "; ".join(said)
 
 
 def ask_index(index: Index) -> None:

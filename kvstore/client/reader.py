@@ -21,6 +21,7 @@ from kvstore.client.health import IndexWatch
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.nodes import Attached, LocalNodes
 from kvstore.client.missing.explanation import MissReason, reason_of
+from kvstore.client.missing.readability import NO_CHECKSUM, Readability
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock, fetch
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.out import Out
@@ -195,10 +196,11 @@ class Reader:
         signer: RecordSigner | None = None,
         reporter: CorruptionReporter | None = None,
         watch: IndexWatch | None = None,
+        readability: Readability | None = None,
     ) -> None:
         """Without `remote`, only blocks of this host can be read. With `signer` only records
         count that it signed; `reporter` tells nodes of damage, `watch` people of an index that
-        fails."""
+        fails. Without a `readability` every block of a node that can be reached can be read."""
         self._index = index
         self._nodes = nodes
         self._now = nodes.machine.monotonic
@@ -208,6 +210,8 @@ class Reader:
         """Whether a node of this host is believed for what it says its index is, before a record
         names it. With a signer, only a signed record says that a node is to be believed."""
         self._reporter = reporter
+        self.readability = readability
+        self._verifies = readability is not None and readability.verifies
         self.remembered: dict[Key, AnyPlace] = {}
         """Where blocks were seen in this host's memory: to be used without looking for them."""
         self._seen_remote: dict[Key, Location] = {}
@@ -315,10 +319,33 @@ class Reader:
         now = self._now()
         attached = self._nodes.segment(location.node_id, location.epoch, now)
         if attached is None:
-            return RemoteBlock(key, location) if self._reached(location, now) else None
+            if not self._reached(location, now):
+                self._count_unreadable(location)
+            elif location.checksum or not self._needs_checksum(location):
+                return RemoteBlock(key, location)
+            else:
+                self.missed(NO_CHECKSUM.reason)
+            return None
+        if self._verifies and not location.checksum:
+            self.missed(NO_CHECKSUM.reason)
+            return None
         # A segment that is mapped here has the last word on what is in it.
         spot = locate(attached.shm, key, location)
         return None if spot is None else self._place(attached, *spot)
+
+    def _needs_checksum(self, at: Location) -> bool:
+        return self.readability is not None and self.readability.needs_checksum(*at[:2])
+
+    def refused(self, block: RemoteBlock) -> MissReason | None:
+        """Return why its node does not serve this client, when it failed for that."""
+        if self.readability is None:
+            return None
+        reason = self.readability.why_not(*block.location[:2]).reason
+        return None if reason is MissReason.OUT_OF_REACH else reason
+
+    def _count_unreadable(self, at: Location) -> None:
+        if self.readability is not None:
+            self.missed(self.readability.why_not(*at[:2]).reason)
 
     def read(
         self,
@@ -406,6 +433,8 @@ class Reader:
         self, attached: Attached, slot_id: int, image: bytes, header: Fields, offset: int
     ) -> AnyPlace | None:
         _, key, length, _, kind, meta_length, checksum, _ = header
+        if self._verifies and checksum == 0:
+            return None
         shm = attached.shm
         place: AnyPlace
         if isinstance(shm, UnmappedShm):

@@ -61,6 +61,7 @@ from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.reaper import Reaper
 from kvstore.client.missing.explain import Explainer
 from kvstore.client.missing.explanation import Missing
+from kvstore.client.missing.readability import Reach, Readability
 from kvstore.client.reader import AnyPlace, Place, Reader, UnmappedPlace
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.remote.reader import NIXL_TO_VRAM, RemoteNodes
@@ -201,6 +202,9 @@ class BlockSession:
             machine=machine,
         )
         self._landing = None if nixl_device is None else VramLanding(nixl_device)
+        self.readability = Readability(
+            self.index, self.nodes, self.remote, signer, verifies=verify == "always"
+        )
         self.reader = Reader(
             self.index,
             self.nodes,
@@ -208,6 +212,7 @@ class BlockSession:
             signer=signer,
             reporter=self._reporter,
             watch=self._watch,
+            readability=self.readability,
         )
         self.lookups = BlockLookup(
             self.index, self.nodes, self.remote, self.reader, signer, self.limits.redis_timeout_s
@@ -222,7 +227,11 @@ class BlockSession:
         )
         self.value_names = ValueNames(self.writer)
         self.remote_writer = RemoteWriter(
-            self.remote, self.lookups.readable, self.writer.introductions, machine=machine
+            self.remote,
+            self.lookups.readable,
+            self.writer.introductions,
+            self.lookups.taken,
+            machine=machine,
         )
         self._explainer = Explainer(
             self.index,
@@ -231,6 +240,7 @@ class BlockSession:
             key_prefix,
             self.limits.request_timeout_s,
             signer,
+            self.readability,
             machine=machine,
         )
         self._reaper.start()
@@ -478,6 +488,11 @@ class BlockSession:
         except IndexUnavailableError as e:
             index = str(e)
         return Health(index=index, nodes=self.writer.health())
+
+    def reach(self, deadline: float) -> list[Reach]:
+        """Return which nodes there are, and why this client cannot read those that it cannot: each
+        is tried, by `deadline` in seconds of the machine's clock."""
+        return self.readability.reach(deadline)
 
     def close(self) -> None:
         self._watch.close()

@@ -126,10 +126,10 @@ def test_what_cannot_be_read_for_long_is_said_once(producer, node, tmp_path, cap
     far = ModelCuda(tmp_path / "other box")
     producer.save(0)
     session = BlockSession(**node.client_options, device=far)
+    (found,) = session.match([key_of(0)])
     for _ in range(3):
-        (found,) = session.match([key_of(0)])
         assert session.device_view(found) is None
-        assert session.match([key_of(0)]).short is MissReason.OUT_OF_REACH
+        assert session.match([key_of(0)]).short is MissReason.UNREADABLE_UNMAPPED
         session.remote.vram._known.clear()  # its time is over
     assert caplog.text.count("cannot be read over CUDA IPC") == 1
     session.close()
@@ -160,3 +160,24 @@ def test_a_block_that_stays_for_now_keeps_no_other_pinned(producer, node, monkey
     other.close()
     producer.pool.demoter.wake()
     wait_until(lambda: producer.pool.stats()["blocks"] == 0, "nothing stays pinned")
+
+
+def test_a_node_whose_vram_opens_after_all_is_found_again(producer, node, device, monkeypatch):
+    producer.save(0)
+    session = BlockSession(**node.client_options, device=device)
+    (found,) = session.match([key_of(0)])
+    opens = device.open
+
+    def refuses(*args, **more):
+        raise DeviceError("no context is left")
+
+    monkeypatch.setattr(device, "open", refuses)
+    assert session.device_view(found) is None
+    run = session.match([key_of(0)])
+    assert (list(run), run.short) == ([], MissReason.UNREADABLE_UNMAPPED)
+    monkeypatch.setattr(device, "open", opens)
+    wait_until(lambda: len(session.match([key_of(0)])) == 1, "it is opened")
+    view = session.device_view(found)
+    assert view is not None
+    view.close()
+    session.close()

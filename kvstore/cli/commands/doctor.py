@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.cli.checks import copies, machine, redis, settings, software
+from kvstore.cli.checks import copies, machine, reach, redis, settings, software
 from kvstore.cli.checks.base import Check, Context, Finding, Level, run_check
 from kvstore.cli.options import add_store
 from kvstore.cli.output import as_json
@@ -23,6 +23,7 @@ CHECKS = (
     Check("shared memory", machine.shared_memory),
     Check("leftovers", machine.leftovers),
     Check("nodes", machine.nodes, timeout_s=30.0),
+    Check("nodes", reach.look, timeout_s=10.0),
     Check("descriptors", settings.descriptors),
     Check("transports", software.transports),
     Check("memlock", machine.memlock),

@@ -6,14 +6,16 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvstore.cli.options import add_store, no_password, run_dir_of
 from kvstore.cli.output import as_json, human_bytes, human_count, screen_columns, table
-from kvstore.cli.store import LIMITS, local_nodes, store_url
-from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError
+from kvstore.cli.store import LIMITS, local_nodes, reach, store_url
+from kvstore.client.missing.explanation import Unreadable
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError, UsageError
 from kvstore.index.redis.index import open_index
 from kvstore.index.redis.info import server_info
 from kvstore.nodedir import Announcement, Stranger, stranger, strangers
@@ -88,6 +90,10 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> Shown:
     except IndexUnavailableError as e:
         index["error"] = str(e)
     local = {node.announcement.node_id: node for node in local_nodes(run_dir, key_prefix)}
+    faults: dict[int, Unreadable | None] = {}
+    with suppress(UsageError):  # `kvstore doctor` says what is wrong with the settings
+        reached = reach(url, key_prefix, run_dir, LIMITS.redis_timeout_s)
+        faults = {one.announcement.node_id: one.fault for one in reached}
     nodes: list[Shown] = []
     words = announced | {node_id: node.announcement for node_id, node in local.items()}
     for node_id, announcement in sorted(
@@ -115,6 +121,7 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> Shown:
                 "local": node_id in local,
                 "stats": stats,
                 "error": error,
+                "unreadable": str(faults.get(node_id) or ""),
             }
         )
     told = [node["stats"] for node in nodes if node["local"] and node["stats"] is not None]
@@ -179,6 +186,7 @@ def _text(found: Shown) -> str:
         lines += [text for node in nodes if (text := warm_start(node))]
         lines += ["", table(("NODE", *(name.upper() for name in COUNTED)), what), ""]
     lines += [f"{other['error']}" for other in found["other_versions"]]
+    lines += [f"{node['name']}: {why}" for node in nodes if (why := node.get("unreadable"))]
     lines += [f"index       {index['redis']}", f"key prefix  {index['key_prefix']}"]
     if not index["error"]:
         hits, misses = index["lookup_hits"], index["lookup_misses"]
@@ -211,6 +219,8 @@ def _place(node: Shown) -> tuple[str, str, str]:
         state = "does not answer"
     elif not node["announced"]:
         state = "not in the index"
+    elif node.get("unreadable"):
+        state = node["unreadable"].partition(":")[0]
     return node["name"], node["host"], state
 
 

@@ -354,11 +354,16 @@ class HostWriter(HostWriters):
         found = {other.name: str(other) for other in self._nodes.strangers()}
         try:
             # One whose memory cannot be mapped is nobody to write to, and has its reason.
-            for _, directory in self._nodes.writables():
+            for word, directory in self._nodes.writables():
+                start = word.node_id, word.epoch
                 if why_not := directory.why_not_ready():
                     found[directory.name] = why_not
+                elif self._nodes.segment(*start, self._now()) is None:
+                    found[directory.name] = str(self._nodes.unmapped_because.get(start, ""))
         except IndexUnavailableError:
             pass
+        if not found and self._nodes.had and not self._nodes.living():
+            found = dict.fromkeys(self._nodes.had, "it has ended, and no other is here")
         try:
             writers = self.writers()
         except NodeUnavailableError:

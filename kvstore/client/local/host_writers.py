@@ -71,6 +71,8 @@ class HostWriters:
         self._search_at = {False: 0.0, True: 0.0}
         """When who saves, and who only tells nodes something, looks for a node again where there
         was none: telling (connectors do it at their start) holds back no save."""
+        self._found_none_because = nobody_here(None)
+        """What the last search in vain said."""
         self._not_started: PeerError | None = None
         """Why the embedded node could not be started the last time."""
         self._start_at = 0.0
@@ -110,15 +112,16 @@ class HostWriters:
     def _look(self, start: bool) -> tuple[Writer, ...]:
         now = self._now()
         if now < self._search_at[start]:
-            raise NodeUnavailableError(nobody_here(None))
+            raise NodeUnavailableError(self._found_none_because)
         try:
             words = self._writables(start)
             if start and self._start_node is not None and all(map(_is_ending, words)):
                 self._start(self._start_node)
                 words = self._writables(start)
         except IndexUnavailableError as e:
-            self._found_none(start)
-            raise NodeUnavailableError(f"no memory node: the index cannot be asked ({e})") from e
+            failure = NodeUnavailableError(f"no memory node: the index cannot be asked ({e})")
+            self._found_none(start, failure)
+            raise failure from e
         joined: list[Writer] = []
         failure = NodeUnavailableError(nobody_here(None))
         for announcement, directory in words:
@@ -136,12 +139,13 @@ class HostWriters:
         self._found = tuple(joined)
         self._forget_gone()
         if not joined:
-            self._found_none(start)
+            self._found_none(start, failure)
             raise failure
         self._look_at = now + LOOK_AROUND_S
         return self._found
 
-    def _found_none(self, start: bool) -> None:
+    def _found_none(self, start: bool, failure: NodeUnavailableError) -> None:
+        self._found_none_because = str(failure)
         search_at = self._now() + NODE_SEARCH_S
         self._search_at = {False: search_at, True: search_at if start else self._search_at[True]}
 

@@ -14,8 +14,10 @@ from kvstore.client.pins import Pin
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.segment.attached import AttachedShm
+from kvstore.segment.header import KEY_PART, fields
 from kvstore.segment.trusted_files import files_of
 from kvstore.segment.unmapped import UnmappedShm, attach
+from kvstore.types import Key
 
 
 class Holdings:
@@ -191,6 +193,12 @@ class NodeLink:
                 return None
             found.append(buffer)
         return found
+
+    def has_checksum(self, key: Key) -> bool:
+        """Return whether the block is found here and has one; hints forget some."""
+        image = b"" if self.shm is None else self.shm.hinted(key)[1]
+        header = fields(image) if image[KEY_PART] == key else None
+        return header is not None and header[6] != 0
 
     def filled(self, reservations: Sequence[Reservation]) -> bool:
         """Return whether what was written to these buffers is in their slots now, which are still

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.client.base import BlockRef
+from kvstore.client.missing.explanation import MissReason, Unreadable
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.machine import REAL, Machine
@@ -84,6 +85,10 @@ class LocalNodes:
         self.mapped: tuple[Attached, ...] = ()
         """Every segment that is mapped now, the newest first."""
         self._absent: dict[tuple[int, int], float] = {}
+        self.unmapped_because: dict[tuple[int, int], Unreadable] = {}
+        """Starts of nodes whose memory could not be opened when it was last tried, and why."""
+        self.had: set[str] = set()
+        """Names of the nodes whose memory was opened."""
         self._ours: set[tuple[int, int]] = set()
         """Starts of nodes that the index knew."""
         self._checked_at = 0.0
@@ -177,9 +182,12 @@ class LocalNodes:
         self, announcement: Announcement, directory: NodeDir, *, ours: bool
     ) -> Attached | None:
         self.mapping()
+        start = announcement.node_id, announcement.epoch
         attached = self._map(announcement, directory, ours=ours)
         if attached is not None and self._use:
-            self._attached[announcement.node_id, announcement.epoch] = attached
+            self.unmapped_because.pop(start, None)
+            self.had.add(announcement.name)
+            self._attached[start] = attached
             self.mapped = (attached, *self.mapped)
         return attached
 
@@ -190,14 +198,25 @@ class LocalNodes:
             shm = attach(files_of(directory, announcement), self.machine)
         except (OSError, ValueError) as e:
             let_through(e)
+            self._unmapped(announcement, str(e))
             return None
         block = shm.superblock
         if (block.node_id, block.epoch) != (announcement.node_id, announcement.epoch):
             shm.close()
+            self._unmapped(announcement, "its files are another node's, or another start's")
             return None
         if isinstance(shm, AttachedShm):
             shm.populate_ahead()
         return Attached(announcement, shm, directory, ours=ours)
+
+    def _unmapped(self, word: Announcement, why: str) -> None:
+        if CUDA_IPC in word.transports:
+            return  # there is none to map
+        if len(self.unmapped_because) >= ABSENT_MAX:
+            self.unmapped_because.clear()
+        self.unmapped_because[word.node_id, word.epoch] = Unreadable(
+            MissReason.UNREADABLE_UNMAPPED, f"its memory cannot be opened by this process: {why}"
+        )
 
     def check(self, now: float) -> None:
         """Drop the segments of nodes that died; costs nothing between checks, and waits for no
@@ -264,6 +283,10 @@ class LocalNodes:
     def _announced(self) -> Iterator[tuple[Announcement, NodeDir]]:
         """Return the nodes of this host that serve our keys, living or dead."""
         return announced(self.machine.node_dirs(self._run_dir), self._key_prefix)
+
+    def living(self) -> list[Announcement]:
+        """Return the nodes of this host that serve our keys and live, in VRAM too."""
+        return [word for word, directory in self._announced() if directory.alive()]
 
     def strangers(self) -> list[Stranger]:
         """Living nodes of this host that are of another version: to be named, not used."""

@@ -46,10 +46,10 @@ from kvstore.protocol.control_replies import (
     whole,
 )
 from kvstore.protocol.control_requests import Wants, reserve_arguments
-from kvstore.record import slot_of, unpack_record
+from kvstore.record import has_checksum, slot_of, unpack_record
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
-from kvstore.types import Key, Location, PutResult, Retained
+from kvstore.types import EXISTS, Key, Location, PutResult, Retained
 
 NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
@@ -244,9 +244,13 @@ class Writer:
         if raw is None or link.control.say(Op.NAMESPACE, namespace_id, raw):
             link.introduced.add(namespace_id)
 
-    def reserve_later(self, wants: Wants, namespace_id: int) -> Later[ReserveAnswer]:
+    def reserve_later(
+        self, wants: Wants, namespace_id: int, *, replaces: bool | None = None
+    ) -> Later[ReserveAnswer]:
         """`reserve` in two steps: sent now, answered when called. What one request cannot carry
-        is asked and answered at once. Call it, or the slots stay reserved."""
+        is asked and answered at once. Call it, or the slots stay reserved. It `replaces` what has
+        no checksum: by default where this client writes them."""
+        replaces = self._checksums if replaces is None else replaces
         if len(wants.keys) > BATCH_KEYS_MAX:
             return answered(partial(self.reserve, wants, namespace_id))
         link = self.link()
@@ -258,19 +262,42 @@ class Writer:
         granted = Granted()
         accept = partial(self._granted, granted, wants, link)
         ticket = self._post(link, Op.RESERVE, *arguments, accept=accept)
-        return partial(self._reserved, granted, link, ticket, namespace_id)
+        return partial(self._reserved, granted, link, ticket, wants, namespace_id, replaces)
 
     def _reserved(
-        self, granted: Granted, link: NodeLink, ticket: Ticket, namespace_id: int
+        self,
+        granted: Granted,
+        link: NodeLink,
+        ticket: Ticket,
+        wants: Wants,
+        namespace_id: int,
+        replaces: bool,
     ) -> list[ReserveAnswer]:
         try:
             answers: list[ReserveAnswer] = self._collect(link, ticket)
             if namespace_id not in link.introduced:
                 self._register_namespace(namespace_id)
+            if replaces and EXISTS in answers:
+                self._replace(answers, link, wants, namespace_id)
             return answers
         except BaseException as e:
             self._refuse(granted, e)
             raise
+
+    def _replace(
+        self, answers: list[ReserveAnswer], link: NodeLink, wants: Wants, namespace_id: int
+    ) -> None:
+        """Reserve anew what exists without a checksum: who verifies does not read it."""
+        keys = wants.keys
+        rest = [i for i, a in enumerate(answers) if a == EXISTS and not link.has_checksum(keys[i])]
+        pinned = [(i, r) for i, r in zip(rest, self.pin_many(picked(keys, rest)), strict=True) if r]
+        self.unpin_many((keys[i], r) for i, r in pinned)
+        which = [i for i, r in pinned if not has_checksum(r)]
+        if which:
+            self.drop(picked(wants.keys, which))
+            again = self.reserve_later(wants.of(which), namespace_id, replaces=False)()
+            for i, answer in zip(which, again, strict=True):
+                answers[i] = answer
 
     def _refuse(self, granted: Granted, why: BaseException) -> None:
         """Nobody gets the answer. After an error of ours or the node's the channel connects again

@@ -24,6 +24,7 @@ from kvstore.client.missing.explanation import (
     listed,
     reason_of,
 )
+from kvstore.client.missing.readability import Readability
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.core.namespaces import namespace_of
 from kvstore.core.outgoing.departures import GoneWhy
@@ -100,12 +101,14 @@ class Explainer:
         key_prefix: str,
         timeout_s: float,
         signer: RecordSigner | None = None,
+        readability: Readability | None = None,
         *,
         machine: Machine = REAL,
     ) -> None:
         self._machine = machine
         self._now = machine.monotonic
         self._signer = signer
+        self._readability = readability
         self._index = index
         self._remote = remote
         self._run_dir = run_dir
@@ -244,15 +247,24 @@ class Explainer:
         for _, announcement in self._living():
             if announcement.node_id == location.node_id:
                 if announcement.epoch == location.epoch:
-                    return None
+                    return self._tried(block, location, announcement, "on this host")
                 detail = f"node {announcement.name}, which had it, was started anew since"
                 return Missing(
                     block=block, reason=MissReason.NODE_DEAD, detail=detail, node=announcement.name
                 )
-        now = self._now()
-        if self._remote.node(location.node_id, location.epoch, now) is not None:
-            return None
+        node = self._remote.node(location.node_id, location.epoch, self._now())
+        if node is not None:
+            return self._tried(block, location, node, f"on host {node.host}")
         return self._of_another_host(block, location)
+
+    def _tried(self, block: int, at: Location, node: Announcement, where: str) -> Missing | None:
+        """Connect to the node, or open its memory; None when the block can be read there."""
+        deadline = self._now() + self._timeout_s / 2
+        why = self._readability and self._readability.why_not_read(node, at, deadline)
+        if not why:
+            return None
+        detail = f"node {node.name} has it, {where}, and this client cannot read it: {why.detail}"
+        return Missing(block=block, reason=why.reason, detail=detail, node=node.name)
 
     def _of_another_host(self, block: int, location: Location) -> Missing:
         """A record of a node that does not live on this host, or not with this run directory."""
@@ -274,13 +286,11 @@ class Explainer:
             return Missing(
                 block=block, reason=MissReason.NODE_DEAD, detail=detail, node=announcement.name
             )
-        where = "another run directory of this host" if here else f"host {announcement.host}"
-        return Missing(
-            block=block,
-            reason=MissReason.OUT_OF_REACH,
-            detail=f"node {announcement.name} has it, on {where}: it cannot be read from here",
-            node=announcement.name,
-        )
+        where = "in another run directory of this host" if here else f"on host {announcement.host}"
+        name, reason = announcement.name, MissReason.OUT_OF_REACH
+        detail = f"node {name} has it, {where}: it failed lately and answers now"
+        said = Missing(block=block, reason=reason, detail=detail, node=name)
+        return self._tried(block, location, announcement, where) or said
 
     # --- other fields -------------------------------------------------------
 

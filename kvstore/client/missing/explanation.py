@@ -38,6 +38,18 @@ class MissReason(enum.StrEnum):
     NODE_DEAD = "node-dead"
     OUT_OF_REACH = "out-of-reach"
     """Its node lives, but cannot be read from here."""
+    UNREADABLE_SECRET = "unreadable-secret"
+    """Its node knows another secret than this client, or one of them none."""
+    UNREADABLE_TLS = "unreadable-tls"
+    """One side uses TLS and the other does not, or a certificate is not accepted."""
+    UNREADABLE_TRANSPORTS = "unreadable-transports"
+    """Its node offers none of the transports that this client may use."""
+    UNREADABLE_REFUSED = "unreadable-refused"
+    """Its node does not take this client's connections, for lack of room say."""
+    UNREADABLE_UNMAPPED = "unreadable-unmapped"
+    """Its node is on this host, and its memory cannot be opened by this process."""
+    UNREADABLE_NO_CHECKSUM = "unreadable-no-checksum"
+    """It was saved without a checksum, and this client reads nothing without."""
     DEADLINE = "deadline"
     BREAKER_OPEN = "breaker-open"
     INDEX_ERROR = "index-error"
@@ -59,6 +71,22 @@ class MissReason(enum.StrEnum):
     """The request wanted no more of it loaded."""
     NO_STORE = "no-store"
     """The store could not be opened."""
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether it is there, and this client cannot read it."""
+        return self is MissReason.OUT_OF_REACH or self.startswith("unreadable-")
+
+
+class Unreadable(NamedTuple):
+    """Why this client cannot read a node, or one of its blocks."""
+
+    reason: MissReason
+    detail: str
+    """For people: what is said of "the node" or "the block"."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 class FieldDifference(NamedTuple):

@@ -42,6 +42,7 @@ class KnownNode:
     """One start of one node."""
 
     __slots__ = (
+        "announced",
         "announcement",
         "answered_at",
         "believed_until",
@@ -57,6 +58,8 @@ class KnownNode:
 
     def __init__(self) -> None:
         self.announcement: Announcement | None = None
+        self.announced: Announcement | None = None
+        """The same, also where it offers nothing that this client may use."""
         self.epoch: int | None = None
         """None until it was heard of."""
         self.offered: Collection[str] = ()
@@ -125,6 +128,10 @@ class NodeDirectory:
         nodes = [*self._nodes.values()]
         return [(known, known.announcement) for known in nodes if known.announcement]
 
+    def announced(self) -> list[Announcement]:
+        """Return the nodes that the index says are there, also those of no use; asks nobody."""
+        return [known.announced for known in [*self._nodes.values()] if known.announced]
+
     def node(self, node_id: int, now: float) -> KnownNode:
         """Return what is believed of it; the index is asked for what is not."""
         known = self._nodes.get(node_id)
@@ -185,6 +192,7 @@ class NodeDirectory:
             known.epoch, known.offered = announcement.epoch, self._offered(announcement)
             known.heard_at, known.sent_bytes = now, 0
         known.announcement = announcement if known.offered else None
+        known.announced = announcement
         known.confirmed_at, known.believed_until = now, now + NODE_BELIEVED_S
         return known
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.circuit_breaker import BreakerState
+from kvstore.client.missing.explanation import MissReason, Unreadable
 from kvstore.client.remote.node_directory import KnownNode, NodeDirectory
 from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram.nodes import VramNodes
@@ -26,9 +28,10 @@ from kvstore.segment.layout import Layout
 from kvstore.system.fork import in_each_child
 from kvstore.transport.cuda_fabric import NAME as FABRIC
 from kvstore.transport.cuda_fabric import FabricTransport
+from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.nixl.transport import NixlTransport
-from kvstore.transport.select import choose
+from kvstore.transport.select import SHM, VARIABLE, choose
 from kvstore.transport.stream.requests import ask, look
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.transport.stream.transport import NAME as STREAM
@@ -37,6 +40,8 @@ from kvstore.types import KEY_BYTES, Location
 
 PROBE_TIMEOUT_S = 0.25
 """For a node to show that it is there (again)."""
+FIRST_LOOK_TIMEOUT_S = 1.0
+"""For a node to refuse this client when it is first heard of."""
 HURRIED_SHARE = 0.5
 """Of the time that a node may take: a read that had less, and failed for it, was hurried. A share,
 for that time grows with the bytes and the way; `HURRIED_MAX` in a row count all the same."""
@@ -108,7 +113,7 @@ class Peers:
             and (announcement := self.vram.node(node_id, epoch, now)) is not None
         ):
             return announcement
-        if STREAM not in self._allowed and self._nixl is None and self._fabric is None:
+        if not self._reaches_others:
             return None
         known = self.directory.node(node_id, now)
         announcement = known.announcement
@@ -122,10 +127,18 @@ class Peers:
                 self.try_again([announcement], loop=False)
             return None
         if now >= known.looked_at + HUNG_UP_CHECK_S:
-            known.looked_at = now
-            if self.stream.hung_up(announcement):
+            is_new, known.looked_at = known.looked_at == float("-inf"), now
+            if is_new and self.stream.usable(announcement):
+                # Whoever looks up need not be who reads, and would never hear that it is refused.
+                deadline = time.monotonic() + FIRST_LOOK_TIMEOUT_S
+                self._probe(announcement, deadline, lambda _: None, loop=False, first=True)
+            elif self.stream.hung_up(announcement):
                 self.try_again([announcement], loop=False)
         return announcement
+
+    @property
+    def _reaches_others(self) -> bool:
+        return STREAM in self._allowed or self._nixl is not None or self._fabric is not None
 
     def _listen(self, silenced: Silenced, now: float) -> None:
         """Leave alone for a while whom another client of this host has found silent."""
@@ -145,6 +158,72 @@ class Peers:
         if self._fabric is not None and self._fabric.usable(announcement):
             offered.append(FABRIC)
         return offered if choose(self._allowed, offered, mapped=False) else []
+
+    def needs_checksum(self, node_id: int, epoch: int, *, verifies: bool) -> bool:
+        """Return whether blocks of that node are read by their checksums alone: in VRAM of this
+        host where the client `verifies`, and wherever no stream makes one."""
+        if self.vram is not None and self.vram.known(node_id, epoch):
+            return verifies
+        known = self.directory.get(node_id)
+        return known is not None and not (STREAM in known.offered and STREAM in self._allowed)
+
+    def why_not(self, node_id: int, epoch: int) -> Unreadable:
+        """Return why that start of that node, which cannot be read from here, cannot, as far as is
+        known; asks nobody."""
+        failure = None if self.vram is None else self.vram.why_not(node_id, epoch)
+        if failure is not None:
+            return Unreadable(MissReason.UNREADABLE_UNMAPPED, f"its VRAM cannot be read: {failure}")
+        known = self.directory.get(node_id)
+        word = None if known is None else known.announced
+        if not self._reaches_others:
+            detail = f"this client may use {', '.join(self._allowed)} alone ({VARIABLE})"
+            return Unreadable(MissReason.UNREADABLE_TRANSPORTS, detail)
+        if word is None or word.epoch != epoch:
+            return Unreadable(MissReason.OUT_OF_REACH, "that start of it is not announced any more")
+        return self._why_not(word) or Unreadable(MissReason.OUT_OF_REACH, "it failed lately")
+
+    def _why_not(self, word: Announcement) -> Unreadable | None:
+        refusal = self.stream.refusals.why(word)
+        if refusal is not None:
+            return Unreadable(MissReason(f"unreadable-{refusal[0]}"), refusal[1])
+        if self._offered(word):
+            return None
+        if STREAM in word.transports and STREAM in self._allowed:
+            by = "by TLS alone" if word.transports[STREAM].startswith("tls:") else "without TLS"
+            detail = f"it serves {by}, this client the other way (KVSTORE_TLS_CA)"
+            return Unreadable(MissReason.UNREADABLE_TLS, detail)
+        ways = list(word.transports)
+        if word.host == socket.gethostname() and CUDA_IPC not in ways:
+            ways.append(SHM)
+        if excluded := [way for way in ways if way not in self._allowed]:
+            detail = (
+                f"it offers {', '.join(excluded)}, this client may use {', '.join(self._allowed)}"
+            )
+            return Unreadable(MissReason.UNREADABLE_TRANSPORTS, f"{detail} ({VARIABLE})")
+        offers = f"only {', '.join(ways)}" if ways else "nothing"
+        detail = f"it offers {offers} to clients like this one: start it with --listen"
+        return Unreadable(MissReason.OUT_OF_REACH, detail)
+
+    def try_now(self, word: Announcement, deadline: float) -> Unreadable | None:
+        """Connect to a node; return why it cannot be read from here, None when it can."""
+        now = time.monotonic()
+        if self.vram is not None and self.vram.node(word.node_id, word.epoch, now) is not None:
+            return None
+        if not self._offered(word):
+            self.stream.refusals.over(word)
+            return self._why_not(word)
+        known = self.directory.get(word.node_id)
+        try:
+            self.stream.greet(word, deadline)
+        except PeerError as e:
+            with self._lock:
+                if known is not None and known.epoch == word.epoch:
+                    self._broke(known, hung=True)
+            return self._why_not(word) or Unreadable(MissReason.OUT_OF_REACH, str(e))
+        with self._lock:
+            if known is not None and known.epoch == word.epoch:
+                self._answered(known)
+        return None
 
     @property
     def why_not_to_vram(self) -> str:
@@ -240,9 +319,11 @@ class Peers:
         *,
         loop: bool,
         waits: bool = False,
+        first: bool = False,
     ) -> bool:
         """Return whether another thread asks it now; that one tells the breaker, and the word or
-        None. Where there are no threads, this one does, if it `waits` for the answer anyway."""
+        None. Where there are no threads, this one does, if it `waits` for the answer anyway. The
+        `first` time only a refusal counts: whoever reads finds out the rest."""
         with self._lock:
             known = self.directory.get(announcement.node_id)
             if known is None or self._asking >= STREAM_NODES_AT_ONCE:
@@ -254,12 +335,15 @@ class Peers:
         def probe() -> None:
             answered = False
             try:
-                (_has_time if loop else _is_there)(self.stream, announcement, deadline)
+                if first:
+                    self.stream.greet(announcement, deadline)
+                else:
+                    (_has_time if loop else _is_there)(self.stream, announcement, deadline)
                 answered = True
             except PeerError:
                 if loop:
                     self.failed(announcement.node_id)
-                else:
+                elif not first or announcement in self.stream.refusals:
                     with self._lock:
                         self._broke(known, hung=True)
             else:

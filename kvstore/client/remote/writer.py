@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from kvstore.batches import in_batches
@@ -35,11 +36,9 @@ ANSWER_SHARE = 0.5
 """Of a save's time besides that of its bytes, what the first node has to say what it takes: in
 the rest all others can be asked."""
 CAPACITY_BYTES_MAX = 1 << 50
+REPLACED_MAX = 1 << 14
 STRANGERS_NAMED_MAX = 4
-NOBODY = (
-    "no memory node on this host, and none on another that can be reached: "
-    "start one with `kvstore node`"
-)
+NOBODY = "no memory node on another host that can be reached: start one with `kvstore node`"
 
 
 class RemoteWriter:
@@ -50,17 +49,23 @@ class RemoteWriter:
         remote: RemoteNodes,
         readable: Callable[[Sequence[Key]], Sequence[Record | None]],
         introductions: Mapping[int, bytes],
+        taken: Callable[[Sequence[Key]], set[Key]] = lambda keys: set(),
         *,
         machine: Machine = REAL,
     ) -> None:
         """`readable` gives the records of blocks that can be read from here (`Reader.readable`),
-        `introductions` the fields of namespaces, by id."""
+        `introductions` the fields of namespaces, by id, `taken` the keys whose record names a node
+        that cannot be."""
         self._remote = remote
         self._machine = machine
         self._now = machine.monotonic
         self._directory = remote.directory
         self._readable = readable
         self._introductions = introductions
+        self._taken = taken
+        self._replaced: dict[Key, None] = {}
+        """Whose record was taken back from a node that cannot be read here: once each, for the
+        clients of that node may do the same."""
         self._random = random.Random()
         self._lock = self._machine.lock()
         in_each_child(self)
@@ -163,6 +168,8 @@ class RemoteWriter:
             self._remote.succeeded(announcement.node_id)
             self._count_sent(announcement.node_id, sum(payload.size_bytes for payload in offered))
             results |= dict(zip(left, answers, strict=True))
+            with suppress(PeerError):
+                results |= self._taken_back(announcement, batch, results, namespace, deadline)
             left = [i for i in left if results[i] is NO_SPACE]
             if not left:
                 break
@@ -170,10 +177,39 @@ class RemoteWriter:
             raise failure if failure.args != (NOBODY,) else NodeUnavailableError(self._nobody())
         return [results[i] for i in range(len(batch))]
 
+    def _taken_back(
+        self,
+        node: Announcement,
+        batch: Sequence[SavePayload],
+        results: Mapping[int, PutResult],
+        namespace: tuple[int, bytes],
+        deadline: float,
+    ) -> dict[int, PutResult]:
+        """Save anew what `node` has and the index says of a node that this client cannot read: the
+        index has one record for a key, and the last that is saved counts."""
+        exists = [
+            i for i, r in results.items() if r == EXISTS and batch[i].key not in self._replaced
+        ]
+        taken = self._taken([batch[i].key for i in exists]) if exists else set()
+        which = [i for i in exists if batch[i].key in taken]
+        for i in which:
+            if len(self._replaced) >= REPLACED_MAX:
+                self._replaced.clear()
+            self._replaced[batch[i].key] = None
+            ask(self._remote.stream, node, [Op.DROP, 1, batch[i].key], deadline)
+        saved = [batch[i] for i in which]
+        answers = put(self._remote.stream, node, saved, namespace, deadline) if saved else []
+        return dict(zip(which, answers, strict=True))
+
     def _nobody(self) -> str:
-        """Return why there is none to save to: nodes of another version are told by name."""
-        others = self._directory.strangers[:STRANGERS_NAMED_MAX]
-        return "; ".join([NOBODY, *(f"{other} (on {other.host})" for other in others)])
+        """Return why there is none to save to: nodes of another version, and those that cannot be
+        reached, are told by name."""
+        others = [f"{other} (on {other.host})" for other in self._directory.strangers]
+        others += [
+            f"node {word.name} on {word.host} is {self._remote.why_not(word.node_id, word.epoch)}"
+            for word in self._directory.announced()
+        ]
+        return "; ".join([NOBODY, *others[:STRANGERS_NAMED_MAX]])
 
     def _in_turn(self, deadline: float) -> Iterator[Announcement]:
         """Yield who may take a save: a healthy node (client/placement.py); when it fails or is

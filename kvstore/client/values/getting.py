@@ -141,7 +141,7 @@ class ValueGetter:
         lost = [i for i, ref in enumerate(refs) if ref is not None and values[i] is None]
         for i in lost:
             if views[i] is None:
-                self._lost(keys[i])
+                self._lost(keys[i], refs[i])
         stale = [i for i in lost if again and _is_stale(refs[i])]
         if stale:
             anew = self._look([keys[i] for i in stale], [outs[i] for i in stale], again=False)
@@ -187,9 +187,10 @@ class ValueGetter:
         """What came from another host was compared with its checksum on the way."""
         return isinstance(view, FetchedBlock) or self._reader.verified(key, view, copied)
 
-    def _lost(self, key: Key) -> None:
+    def _lost(self, key: Key, ref: AnyPlace | RemoteBlock | None = None) -> None:
         self._reader.forget(key)
-        self._reader.missed(MissReason.LOAD_FAILED)
+        refused = self._reader.refused(ref) if isinstance(ref, RemoteBlock) else None
+        self._reader.missed(refused or MissReason.LOAD_FAILED)
 
 
 def _typed(targets: list[Value]) -> list[tuple[int, Out]]:

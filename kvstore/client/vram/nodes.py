@@ -115,8 +115,9 @@ class VramNodes:
         """By node id and epoch: until when it is believed, and what."""
         self._said: set[tuple[int, int]] = set()
         """Of which failures were logged: some last, such as a device that is hidden here."""
-        self._failures: dict[tuple[int, int], tuple[float, float]] = {}
-        """Those that are left alone: until when, and how long it was this time."""
+        self._failures: dict[tuple[int, int], tuple[float, float, str]] = {}
+        """Those that cannot be read until `look` has opened them: until when they are left alone,
+        how long it was this time, and why."""
 
     def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
         """That start of that node when its blocks can be read from here now."""
@@ -148,8 +149,16 @@ class VramNodes:
     def _find(self, node_id: int, epoch: int) -> Announcement | None:
         found = announced(node_dirs(self._run_dir), self._key_prefix, (node_id, epoch))
         for announcement, directory in found:
-            return announcement if self._readable(announcement, directory) else None
+            unopened = (node_id, epoch) in self._failures
+            return (
+                announcement if not unopened and self._readable(announcement, directory) else None
+            )
         return None
+
+    def why_not(self, node_id: int, epoch: int) -> str | None:
+        """Return why that start of that node failed; None when it did not, or was opened since."""
+        failure = self._failures.get((node_id, epoch))
+        return None if failure is None else failure[2]
 
     def _readable(self, announcement: Announcement, directory: NodeDir) -> bool:
         address = DeviceAddress.parse(announcement.transports.get(NAME, ""))
@@ -161,9 +170,9 @@ class VramNodes:
             return False
 
     def look(self) -> None:
-        """Open the memory of the nodes that there are, if that is wanted, and close that of those
-        that have ended: `opened` tells others what can be read here."""
-        if self.transport is None or not self.watched:
+        """Open the memory of the nodes that there are, if that is wanted, else that of those that
+        failed; close that of ended ones. `opened` tells others what can be read here."""
+        if self.transport is None or not (self.watched or self._failures):
             return
         memory = self.transport.memory
         self.sweep()
@@ -171,6 +180,8 @@ class VramNodes:
             if not self._readable(announcement, directory):
                 continue
             start, there = (announcement.node_id, announcement.epoch), memory.starts()
+            if not self.watched and start not in self._failures:
+                continue
             full = start not in there and len(there) >= CUDA_IPC_NODES_MAX
             if full or self._left_alone(start):
                 continue
@@ -193,7 +204,7 @@ class VramNodes:
 
     def _left_alone(self, start: tuple[int, int]) -> bool:
         with self._lock:
-            return time.monotonic() < self._failures.get(start, (0.0, 0.0))[0]
+            return time.monotonic() < self._failures.get(start, (0.0, 0.0, ""))[0]
 
     # --- reading ----------------------------------------------------------------
 
@@ -292,9 +303,10 @@ class VramNodes:
             self._said.add(start)
             if len(self._failures) >= ABSENT_MAX:
                 self._failures.clear()
-            pause_s = min(self._failures.get(start, (0.0, ABSENT_S / 2))[1] * 2, FAILED_PAUSE_MAX_S)
+            _, before_s, _ = self._failures.get(start, (0.0, ABSENT_S / 2, ""))
+            pause_s = min(before_s * 2, FAILED_PAUSE_MAX_S)
             until = time.monotonic() + pause_s
-            self._failures[start] = (until, pause_s)
+            self._failures[start] = (until, pause_s, reason)
             self._known[start] = (until, None)
         log.log(
             level, "node %s cannot be read over CUDA IPC for now: %s", announcement.name, reason
