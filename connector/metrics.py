@@ -122,9 +122,9 @@ STUCK_SAVES = Metric(
 )
 READ_BYTES = Metric(
     "kvstore_read_bytes",
-    "Bytes of store blocks read by the worker: shm, cuda_ipc, cuda_fabric, nixl, nixl_vram, stream",
+    "Bytes of store blocks read by the worker: shm, cuda_ipc, nixl, nixl_vram, stream",
     "transport",
-    ("shm", "cuda_ipc", "cuda_fabric", "nixl", "nixl_vram", "stream"),
+    ("shm", "cuda_ipc", "nixl", "nixl_vram", "stream"),
 )
 PAGE_LOCKED_BYTES = Metric(
     "kvstore_page_locked_bytes", "Bytes of the store's memory page-locked for the worker's device"

@@ -58,8 +58,6 @@ class NodeTable:
     """Serve without a secret whoever can connect."""
     nixl: Literal["", "read-only", "writable"] = ""
     """Let other hosts read by RDMA through NIXL too; experimental (docs/rdma.md)."""
-    fabric: bool = False
-    """With `vram`: let hosts of the same NVLink domain map it (docs/decisions/0068)."""
     events: str = ""
     """Where to tell routers which blocks are stored and removed: PORT (on this host alone),
     tcp://HOST:PORT or ipc://PATH, and the port after it; empty: nowhere (docs/decisions/0064)."""
@@ -83,8 +81,6 @@ class NodeTable:
                 must = "is for a node that serves other hosts: say where with listen"
                 raise UsageError("node.advertise", self.advertise, must)
         if not self.vram:
-            if self.fabric:
-                raise UsageError("node.fabric", True, "is for a node with `vram`")
             return
         if self.numa != numa.NONE:
             raise UsageError("node.numa", self.numa, "is not for a node with `vram`")

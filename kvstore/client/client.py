@@ -103,7 +103,7 @@ class Client:
           is for a namespace given by name; one that is made of fields has its own.
         - `limits`: deadlines and bounds (`Limits`), as far as they are a client's; None takes
           those of the file that KVSTORE_CONFIG names, else the defaults.
-        - `transports`: those that may be used, of "shm", "cuda_ipc", "cuda_fabric", "nixl"
+        - `transports`: those that may be used, of "shm", "cuda_ipc", "nixl"
           and "stream"; None takes KVSTORE_TRANSPORTS, else all.
         - `security`: what protects streams to other hosts (`StreamSecurity`); None takes
           KVSTORE_SECRET and KVSTORE_TLS_CA, _CERT and _KEY.

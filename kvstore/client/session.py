@@ -197,7 +197,6 @@ class BlockSession:
             self._vram_nodes(key_prefix, device, sees_vram),
             signer,
             Silenced(self.run_dir),
-            device=device,
             nixl_device=nixl_device,
             machine=machine,
         )

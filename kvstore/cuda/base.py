@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 SHARED_NAME_BYTES = 16
-FABRIC_HANDLE_BYTES = 64
 POLL_SPIN_S = 1e-3
 """A wait polls without a pause for so long: a copy of a GiB within a device takes less."""
 POLL_PAUSE_SHARE = 1 / 32
@@ -52,10 +51,7 @@ class Shared(NamedTuple):
     """In whole granules of the device."""
     fd: int
     """Stands for the memory, as one of a file would; it crosses PID namespaces. To be closed by
-    whoever has it. -1 on another host than the memory's."""
-    fabric: bytes = b""
-    """Opens it on every host of its NVLink domain (`FABRIC_HANDLE_BYTES`); empty where the platform
-    has no such handles. As good as a key: who has it may write there too."""
+    whoever has it."""
 
 
 class CudaEvent(Protocol):
@@ -135,11 +131,9 @@ class CudaDevice(Protocol):
 
     def open(self, shared: Shared, *, writable: bool = False) -> int:
         """Map memory that was exported, by this process too, and return its address here: another
-        one each time, and each needs its `close`. The descriptor may be closed after it; without
-        one it is opened by its fabric handle.
+        one each time, and each needs its `close`. The descriptor may be closed after it.
 
-        Raises `DeviceError` for a descriptor of anything else, and for a handle of another NVLink
-        domain.
+        Raises `DeviceError` for a descriptor of anything else.
         """
         ...
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import logging
 import os
 import threading
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from kvstore.batches import in_batches
 from kvstore.cuda.base import (
-    FABRIC_HANDLE_BYTES,
     SHARED_NAME_BYTES,
     Copy,
     Driver,
@@ -96,22 +94,12 @@ class _Calls:
         raise DeviceError(f"{name}: {error.name}")
 
 
-class _Handles(enum.IntFlag):
-    """Kinds of handles that memory is made with: the numbers of `CUmemAllocationHandleType`, whose
-    own names cannot be combined."""
-
-    DESCRIPTOR = 1
-    FABRIC = 8
-
-
 class _Mapped(NamedTuple):
     """Memory that is mapped in this process."""
 
     size_bytes: int
     name: bytes
     """The name of memory of our own; empty for memory that was opened."""
-    fabric: bool = False
-    """Whether hosts of its NVLink domain can open it."""
 
 
 class BindingsDevice:
@@ -190,79 +178,46 @@ class BindingsDevice:
         wanted.location = self._location()
         if self._has(attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED):
             wanted.allocFlags.gpuDirectRDMACapable = 1
-        fabric = self._has(attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
+        wanted.requestedHandleTypes = self._by_descriptor
+        granules = driver.CUmemAllocationGranularity_flags
         with self.current():
-            error, memory, whole = self._created(size_bytes, wanted, fabric=fabric)
-            if fabric and error in self._refusals("NOT_PERMITTED", "NOT_SUPPORTED"):
-                # The device could, but this process has no channel to the domain (no IMEX).
-                log.info("this device's memory gets no fabric handle: %s", error.name)
-                fabric = False
-                error, memory, whole = self._created(size_bytes, wanted, fabric=False)
+            granule = call(
+                driver.cuMemGetAllocationGranularity,
+                wanted,
+                granules.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            )
+            whole = -(-size_bytes // granule) * granule
+            error, memory = driver.cuMemCreate(whole, wanted, 0)
             if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 raise NoSpaceError(f"cuMemCreate: {error.name}: the device has no room")
             if int(error) != 0:
                 call.fail("cuMemCreate", error)
-            mapped = _Mapped(whole, os.urandom(SHARED_NAME_BYTES), fabric)
+            mapped = _Mapped(whole, os.urandom(SHARED_NAME_BYTES))
             return self._map(memory, mapped, writable=True)
-
-    def _created(
-        self, size_bytes: int, wanted: Handle, *, fabric: bool
-    ) -> tuple[Handle, Handle, int]:
-        """The driver's answer, new memory, and its size in whole granules."""
-        driver = self.driver
-        kinds = _Handles.DESCRIPTOR | _Handles.FABRIC if fabric else _Handles.DESCRIPTOR
-        wanted.requestedHandleTypes = kinds
-        granules = driver.CUmemAllocationGranularity_flags
-        granule = self.call(
-            driver.cuMemGetAllocationGranularity,
-            wanted,
-            granules.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
-        )
-        whole = -(-size_bytes // granule) * granule
-        error, memory = driver.cuMemCreate(whole, wanted, 0)
-        return error, memory, whole
-
-    def _refusals(self, *names: str) -> list[Handle]:
-        """Those results of the driver that there are; by name, for stand-ins have few."""
-        results = self.driver.CUresult
-        found = [getattr(results, f"CUDA_ERROR_{name}", None) for name in names]
-        return [one for one in found if one is not None]
 
     def free(self, address: int) -> None:
         self._own(address)
         self._unmap(address)
 
     def export(self, address: int) -> Shared:
-        size_bytes, name, fabric = self._own(address)
-        handle = b""
+        size_bytes, name = self._own(address)
         with self.current():
             memory = self.call(self.driver.cuMemRetainAllocationHandle, address)
             try:
                 export = self.driver.cuMemExportToShareableHandle
-                if fabric:
-                    handle = bytes(self.call(export, memory, self._by_fabric, 0).data)
                 fd = int(self.call(export, memory, self._by_descriptor, 0))
             finally:
                 self.call(self.driver.cuMemRelease, memory)
         os.set_inheritable(fd, False)
-        return Shared(name, size_bytes, fd, handle)
+        return Shared(name, size_bytes, fd)
 
     def open(self, shared: Shared, *, writable: bool = False) -> int:
         with self.current():
             memory = self._retained(shared.name)
             if memory is None:
-                memory = self._imported(shared)
+                take = self.driver.cuMemImportFromShareableHandle
+                memory = self.call(take, shared.fd, self._by_descriptor)
             return self._map(memory, _Mapped(shared.size_bytes, b""), writable=writable)
-
-    def _imported(self, shared: Shared) -> Handle:
-        take = self.driver.cuMemImportFromShareableHandle
-        if shared.fd >= 0:
-            return self.call(take, shared.fd, self._by_descriptor)
-        if len(shared.fabric) != FABRIC_HANDLE_BYTES:
-            raise DeviceError("there is neither a descriptor nor a fabric handle of that memory")
-        handle = self.driver.CUmemFabricHandle()
-        handle.data = shared.fabric
-        return self.call(take, handle.getPtr(), self._by_fabric)
 
     def close(self, address: int) -> None:
         with self._lock:
@@ -345,10 +300,6 @@ class BindingsDevice:
     @property
     def _by_descriptor(self) -> Handle:
         return self.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-    @property
-    def _by_fabric(self) -> Handle:
-        return self.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 
     def reaches(self, uuid: str) -> bool:
         for other in range(self._visible):

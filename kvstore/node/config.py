@@ -43,8 +43,6 @@ class NodeConfig:
     nixl: str = ""
     """Let the memory be read through NIXL too (experimental): "read-only", or "writable" where
     RDMA cannot register memory that is mapped read-only. Empty: not."""
-    fabric: bool = False
-    """Let other hosts of the same NVLink domain map this node's VRAM, where the driver can."""
     events: str = ""
     """Where to publish which blocks are stored and removed (block_events.py), as
     `endpoints_of` takes it. Empty: not."""
@@ -78,10 +76,6 @@ class NodeConfig:
         if self.nixl and (self.listen is None or self.security.secret is None):
             raise UsageError(
                 "nixl", self.nixl, "needs `listen` and a secret: it opens all of the node's memory"
-            )
-        if self.fabric and (self.listen is None or self.security.secret is None):
-            raise UsageError(
-                "fabric", True, "needs `listen` and a secret: it opens all of the node's memory"
             )
 
     @property

@@ -93,7 +93,6 @@ from kvstore.node.stream.service import ServedSegment
 from kvstore.node.upkeep import Parts, PutBack, Upkeep
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.block_events import Source
-from kvstore.protocol.fabric import FabricMemory
 from kvstore.record import RecordSigner
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
@@ -443,9 +442,7 @@ class Node:
         inside = LocalSessions(self._loop, self.sessions, self.act)
         sidecar = self._sidecar(self.announcement) if self.config.nixl else None
         segment = self._served(self.announcement)
-        self._stream = StreamServer(
-            self.config, self.announcement, inside, segment, sidecar, self._fabric()
-        )
+        self._stream = StreamServer(self.config, self.announcement, inside, segment, sidecar)
         self._stream.start()
         self._announce_ways(self.announcement, self._stream.transports)
 
@@ -494,10 +491,6 @@ class Node:
 
     def _sidecar(self, announcement: Announcement) -> NixlSidecar:
         return NixlSidecar(announcement, self.config.nixl)
-
-    def _fabric(self) -> FabricMemory | None:
-        """The segment's memory as other hosts of its NVLink domain open it."""
-        return None
 
     def _announce_ways(self, announcement: Announcement, transports: dict[str, str]) -> None:
         """Say by which `transports` other hosts reach it."""

@@ -29,10 +29,8 @@ from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.takeover import FormerClients, Started, superblock_of
 from kvstore.node.upkeep import PutBack
 from kvstore.nodedir import Announcement
-from kvstore.protocol.fabric import FabricMemory
 from kvstore.segment.cuda import OwnedCuda, ServedCuda
 from kvstore.system.unix_peer import peer_uid
-from kvstore.transport.cuda_fabric import NAME as FABRIC
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
 from kvstore.types import Key
 
@@ -118,23 +116,7 @@ class VramNode(Node):
         assert self._memory is not None
         return NixlSidecar(announcement, self.config.nixl, self._memory.shared, self.device.ordinal)
 
-    def _fabric(self) -> FabricMemory | None:
-        assert self._memory is not None
-        shared = self._memory.shared
-        if not self.config.fabric:
-            return None
-        if not shared.fabric:
-            log.warning(
-                "node %s: the driver gives its VRAM no fabric handle (no NVLink domain, or no "
-                "IMEX channel): other hosts read it by stream",
-                self.config.name,
-            )
-            return None
-        return FabricMemory(shared.name, shared.size_bytes, shared.fabric)
-
     def _announce_ways(self, announcement: Announcement, transports: dict[str, str]) -> None:
-        if (memory := self._fabric()) is not None:
-            transports = {FABRIC: str(DeviceAddress(self.device.uuid, memory.name)), **transports}
         self.announcement = replace(announcement, transports=announcement.transports | transports)
         here = replace(announcement, transports=self._handed_over | transports)
         self.dir.announce(here)

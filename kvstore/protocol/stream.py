@@ -10,7 +10,6 @@ tag.
              payload of each one it granted, in order, and a tag over them, and says ANSWERS again
     CONTROL  one message of protocol/control.py; answered by ANSWERS
     NIXL     the endpoint at which to read the node's memory (nixl.py); answered by ANSWERS
-    FABRIC   the handle by which its VRAM is mapped over NVLink (fabric.py); answered by ANSWERS
 
 States of a connection, the same at both ends:
 
@@ -76,7 +75,6 @@ class Frame(enum.IntEnum):
     ANSWERS = 4
     NIXL = 5
     LOOK = 6
-    FABRIC = 7
 
 
 Message = tuple[Frame, bytes]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import logging
 import mmap
 import os
@@ -61,14 +60,11 @@ class ModelCuda:
         unreachable: Sequence[str] = (),
         capacity_bytes: int = CAPACITY_BYTES,
         late_s: float = LATE_S,
-        fabric: Path | None = None,
     ) -> None:
         self.directory = directory
         self.ordinal = ordinal
         self.uuid = uuid
         self.late_s = late_s
-        self.fabric = fabric
-        """A directory that stands for its NVLink domain; None: it has no fabric handles."""
         self._unreachable = unreachable
         self._free_bytes = capacity_bytes
         self.maps_read_only = True
@@ -139,20 +135,9 @@ class ModelCuda:
         fd = os.open(memory.path, os.O_RDWR | os.O_CLOEXEC)
         if self.sees_rdma_late:
             self._exported[address] = bytearray(len(memory.map))
-        fabric = self._fabric_handle(memory.path) if self.fabric else b""
-        return Shared(bytes.fromhex(memory.path.name), len(memory.map), fd, fabric)
-
-    def _fabric_handle(self, path: Path) -> bytes:
-        """Return what leads to the memory from every host of the domain."""
-        assert self.fabric is not None
-        handle = hashlib.sha512(path.name.encode()).digest()
-        with contextlib.suppress(FileExistsError):
-            (self.fabric / handle.hex()).symlink_to(path.resolve())
-        return handle
+        return Shared(bytes.fromhex(memory.path.name), len(memory.map), fd)
 
     def open(self, shared: Shared, *, writable: bool = False) -> int:
-        if shared.fd < 0:
-            return self._open_by_fabric(shared.fabric, writable=writable)
         try:
             path = Path(f"/proc/self/fd/{shared.fd}").readlink()
             if path.parent != self.directory.resolve():
@@ -160,19 +145,6 @@ class ModelCuda:
             return self._map(shared.fd, path, owned=False, writable=writable)
         except (OSError, ValueError) as e:
             raise DeviceError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE") from e
-
-    def _open_by_fabric(self, handle: bytes, *, writable: bool) -> int:
-        try:
-            if self.fabric is None or not handle:
-                raise DeviceError("cuMemImportFromShareableHandle: CUDA_ERROR_NOT_PERMITTED")
-            path = (self.fabric / handle.hex()).readlink()
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as e:
-            raise DeviceError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_HANDLE") from e
-        try:
-            return self._map(fd, path, owned=False, writable=writable)
-        finally:
-            os.close(fd)
 
     def close(self, address: int) -> None:
         self._take(address, owned=False)

@@ -6,14 +6,13 @@ import os
 from collections.abc import Collection, Sequence
 
 from kvstore.errors import UsageError
-from kvstore.transport.cuda_fabric import NAME as CUDA_FABRIC
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.stream.transport import NAME as STREAM
 
 SHM = "shm"
 """Segments of this host, which a reader maps and reads in place: not a `Transport`."""
-TRANSPORTS = (SHM, CUDA_IPC, CUDA_FABRIC, NIXL, STREAM)
+TRANSPORTS = (SHM, CUDA_IPC, NIXL, STREAM)
 """All there are, the nearest first."""
 VARIABLE = "KVSTORE_TRANSPORTS"
 

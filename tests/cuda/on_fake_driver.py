@@ -3,20 +3,15 @@ through the real cuda-python. The suites of a real device (tests/gpu) run there 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from contract.cuda import get, put
 
-from kvstore.cuda.base import FABRIC_HANDLE_BYTES
 from kvstore.cuda.bindings import open_device
-from kvstore.errors import DeviceError, UsageError
+from kvstore.errors import DeviceError
 
 
 def context_and_mode() -> tuple[int, int]:
@@ -86,86 +81,6 @@ def test_trap_memory_of_the_same_process_is_never_imported() -> None:
     assert get(reader, view, 5) == b"there"
     reader.close(view)
     owner.free(memory)
-
-
-class TestFabric:
-    """Handles that open memory on every host of an NVLink domain; another process stands for
-    another host, `FAKE_FABRIC` for the domain that a process has a channel to."""
-
-    @pytest.fixture
-    def memory(self, monkeypatch):
-        monkeypatch.setenv("FAKE_FABRIC", "rack-1")
-        device = open_device(0)
-        address = device.allocate(100)
-        put(device, address, b"there")
-        shared = device.export(address)
-        os.close(shared.fd)
-        yield device, shared._replace(fd=-1), address
-        with contextlib.suppress(UsageError):
-            device.free(address)
-
-    @staticmethod
-    def opened_elsewhere(shared, domain: str) -> str:
-        """What another process of `domain` finds there, or why it cannot open it."""
-        code = (
-            "import sys\n"
-            "from contract.cuda import get, put\n"
-            "from kvstore.cuda.base import Shared\n"
-            "from kvstore.cuda.bindings import open_device\n"
-            "from kvstore.errors import DeviceError\n"
-            "device = open_device(1)\n"
-            "shared = Shared(bytes(16), int(sys.argv[1]), -1, bytes.fromhex(sys.argv[2]))\n"
-            "try:\n"
-            "    there = device.open(shared)\n"
-            "    print(get(device, there, 5), device.maps_read_only)\n"
-            "    put(device, there, b'other')\n"
-            "except DeviceError as e:\n"
-            "    print(e)\n"
-        )
-        arguments = [sys.executable, "-c", code, str(shared.size_bytes), shared.fabric.hex()]
-        tests = str(Path(__file__).parents[1])
-        env = os.environ | {"FAKE_FABRIC": domain}
-        env["PYTHONPATH"] = f"{tests}:{env['PYTHONPATH']}"
-        done = subprocess.run(arguments, env=env, capture_output=True, text=True, check=True)
-        return done.stdout
-
-    def test_a_host_of_the_domain_opens_it_to_read(self, memory) -> None:
-        device, shared, address = memory
-        assert len(shared.fabric) == FABRIC_HANDLE_BYTES
-        found, refused = self.opened_elsewhere(shared, "rack-1").splitlines()
-        assert found == "b'there' True"
-        assert refused == "cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE"
-        assert get(device, address, 5) == b"there"
-
-    def test_a_host_of_another_domain_does_not(self, memory) -> None:
-        _, shared, _ = memory
-        assert "CUDA_ERROR_NOT_PERMITTED" in self.opened_elsewhere(shared, "rack-2")
-
-    def test_memory_that_is_gone_or_no_memory_is_not_opened(self, memory) -> None:
-        device, shared, address = memory
-        wrong = shared._replace(fabric=bytes(FABRIC_HANDLE_BYTES))
-        assert "CUDA_ERROR" in self.opened_elsewhere(wrong, "rack-1")
-        device.free(address)
-        assert "CUDA_ERROR" in self.opened_elsewhere(shared, "rack-1")
-        short = shared._replace(fabric=b"short", name=b"another")
-        with pytest.raises(DeviceError, match="neither a descriptor nor a fabric handle"):
-            device.open(short)
-
-    @pytest.mark.parametrize("channel", [None, ""], ids=["no-fabric", "no-channel"])
-    def test_without_a_channel_to_a_domain_memory_is_shared_by_descriptor_alone(
-        self, channel, monkeypatch
-    ) -> None:
-        """A device may say that it has fabric handles where nobody has set up IMEX."""
-        if channel is not None:
-            monkeypatch.setenv("FAKE_FABRIC", channel)
-        device = open_device(0)
-        memory = device.allocate(100)
-        shared = device.export(memory)
-        assert shared.fabric == b""
-        view = device.open(shared)
-        os.close(shared.fd)
-        device.close(view)
-        device.free(memory)
 
 
 def test_nothing_stays_mapped_when_access_is_refused(monkeypatch) -> None:

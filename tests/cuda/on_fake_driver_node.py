@@ -29,11 +29,10 @@ def options(redis_server, tmp_path) -> dict[str, object]:
 
 
 @pytest.fixture
-def process(options, monkeypatch):
-    monkeypatch.setenv("FAKE_FABRIC", "rack-1")
+def process(options):
     arguments = ("--url", options["url"], "--run-dir", str(options["run_dir"]))
     arguments += ("--key-prefix", options["key_prefix"], "--vram", "8MiB", "--device", "1")
-    arguments += ("--listen", "127.0.0.1:0", "--fabric")
+    arguments += ("--listen", "127.0.0.1:0")
     process = subprocess.Popen(
         [sys.executable, "-m", "kvstore.cli", "node", *arguments],
         stdout=subprocess.PIPE,
@@ -50,16 +49,6 @@ def process(options, monkeypatch):
         process.wait(PATIENCE_S)
 
 
-def _save_with_checksum(options, device, payload: bytes) -> None:
-    store = BlockSession(**options, device=device, verify="always")
-    saver = vram_for_saves(store, device, 4 * MIB)
-    (granted,) = saver.reserve([CHECKED], MIB, 7)
-    put(device, granted.buffer.address, payload)
-    assert store.commit([granted]) == [STORED]
-    saver.stop()
-    store.close()
-
-
 def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(
     process, options, tmp_path
 ) -> None:
@@ -74,7 +63,6 @@ def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(
     assert store.commit([granted]) == [STORED]
     saver.stop()
     store.close()
-    _save_with_checksum(options, device, payload)
 
     store = BlockSession(**options, device=device)
     (found,) = store.match([KEY])
@@ -89,20 +77,6 @@ def test_an_engine_saves_to_the_nodes_vram_and_the_next_one_reads_it(
     (view,) = far.views(far.match([KEY]), None, PATIENCE_S)
     assert view is not None, "another host gets it by stream"
     assert view.buffer == payload
-    far.close()
-
-    far = BlockSession(**{**options, "run_dir": elsewhere}, security=security, device=device)
-
-    def mapped() -> bool:
-        """By stream until the memory is open."""
-        views = list(far.views(far.match([CHECKED]), None, PATIENCE_S))
-        if None in views or not views:  # a busy machine's index or node may be late
-            return False
-        (view,) = views
-        assert view.buffer == payload
-        return far.read_bytes()["cuda_fabric"] > 0
-
-    wait_until(mapped, "a host of the same NVLink domain copies it")
     far.close()
 
     process.send_signal(signal.SIGTERM)

@@ -29,10 +29,8 @@ def payload_of(number: int) -> bytes:
 class Producer:
     """What a connector does when it saves: VRAM first, host memory when that is full."""
 
-    def __init__(
-        self, options, model_dir: Path, size_bytes: int, *, fabric: Path | None = None, **pool
-    ) -> None:
-        self.device = ModelCuda(model_dir, fabric=fabric)
+    def __init__(self, options, model_dir: Path, size_bytes: int, **pool) -> None:
+        self.device = ModelCuda(model_dir)
         self.store = BlockSession(**options, device=self.device)
         self.pool = VramPool(self.store, self.device, size_bytes, **pool)
         self.stream = self.device.stream()

@@ -168,12 +168,6 @@ def add_stream(parser: argparse.ArgumentParser) -> None:
         choices=("read-only", "writable"),
         help="let them read by RDMA through NIXL too; experimental (docs/rdma.md)",
     )
-    group.add_argument(
-        "--fabric",
-        action="store_true",
-        default=None,
-        help="with --vram: let hosts of the same NVLink domain map it",
-    )
     group.add_argument("--tls-cert", type=Path, metavar="FILE", help=f"PEM (or {TLS_CERT})")
     group.add_argument("--tls-key", type=Path, metavar="FILE", help=f"PEM (or {TLS_KEY})")
     group.add_argument(
@@ -214,7 +208,6 @@ def run(args: argparse.Namespace) -> int:
         open_to_all=table.open,
         security=_security(args),
         nixl=table.nixl,
-        fabric=table.fabric,
         events=table.events,
         metrics=parse_listen(table.metrics, "metrics") if table.metrics else None,
         keep=table.keep,

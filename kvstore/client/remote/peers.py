@@ -26,8 +26,6 @@ from kvstore.protocol.control import Op
 from kvstore.record import RecordSigner
 from kvstore.segment.layout import Layout
 from kvstore.system.fork import in_each_child
-from kvstore.transport.cuda_fabric import NAME as FABRIC
-from kvstore.transport.cuda_fabric import FabricTransport
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.nixl.transport import NixlTransport
@@ -74,14 +72,12 @@ class Peers:
         signer: RecordSigner | None = None,
         silenced: Silenced | None = None,
         *,
-        device: CudaDevice | None = None,
         nixl_device: CudaDevice | None = None,
         machine: Machine = REAL,
     ) -> None:
         """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
         `signer` only nodes count whose announcement it signed; by `silenced` the clients of this
-        host tell each other who is silent. With a `device` nodes of the same NVLink domain are
-        read through it. What NIXL reads may arrive in memory of `nixl_device`,
+        host tell each other who is silent. What NIXL reads may arrive in memory of `nixl_device`,
         where that is wanted."""
         self.vram = vram
         self._silenced = silenced
@@ -89,11 +85,6 @@ class Peers:
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
         self._nixl = NixlTransport(self.stream, Layout, nixl_device) if NIXL in allowed else None
-        self._fabric = (
-            None
-            if device is None or FABRIC not in allowed
-            else FabricTransport(self.stream, Layout, device)
-        )
         self._lock = threading.RLock()
         self.directory = NodeDirectory(index, self._offered, signer, machine=machine)
         self._asking = 0
@@ -138,7 +129,7 @@ class Peers:
 
     @property
     def _reaches_others(self) -> bool:
-        return STREAM in self._allowed or self._nixl is not None or self._fabric is not None
+        return STREAM in self._allowed or self._nixl is not None
 
     def _listen(self, silenced: Silenced, now: float) -> None:
         """Leave alone for a while whom another client of this host has found silent."""
@@ -155,8 +146,6 @@ class Peers:
         offered = [STREAM] if self.stream.usable(announcement) else []
         if self._nixl is not None and self._nixl.usable(announcement):
             offered.append(NIXL)
-        if self._fabric is not None and self._fabric.usable(announcement):
-            offered.append(FABRIC)
         return offered if choose(self._allowed, offered, mapped=False) else []
 
     def needs_checksum(self, node_id: int, epoch: int, *, verifies: bool) -> bool:
@@ -372,8 +361,6 @@ class Peers:
         work."""
         if self.vram is not None:
             self.vram.look()
-        if self._fabric is not None:
-            self._fabric.sweep()
 
     def timeout_s(self, size_bytes: int) -> float:
         """Return what a batch of `size_bytes` may take."""
@@ -388,8 +375,6 @@ class Peers:
             self._silenced = None  # whoever still waits for an answer writes nothing any more
         if self._nixl is not None:
             self._nixl.close()
-        if self._fabric is not None:
-            self._fabric.close()
         self.stream.close()
         if self.vram is not None:
             self.vram.close()

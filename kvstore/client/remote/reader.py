@@ -29,10 +29,7 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op, join_keys
 from kvstore.record import RecordSigner
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
-from kvstore.transport.cuda_fabric import NAME as FABRIC
-from kvstore.transport.cuda_fabric import FabricTransport
 from kvstore.transport.nixl.transport import NAME as NIXL
-from kvstore.transport.nixl.transport import NixlTransport
 from kvstore.transport.stream.requests import look, tell
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.transport.stream.transport import CHECKSUM_REASON
@@ -45,9 +42,7 @@ REPORT_TIMEOUT_S = 0.25
 """For saying that a block is damaged, over a connection that has just been used."""
 TOUCH_TIMEOUT_S = 0.05
 NIXL_TO_VRAM = "nixl_vram"
-CHECKED = (FABRIC, NIXL)
-"""These read memory of others: only blocks with a checksum, and nodes do not see who reads them."""
-"""What is counted of blocks that came through NIXL to a device; the others are NIXL's own."""
+"""Counter name for blocks that NIXL delivered to a device; the others are NIXL's own."""
 UNCHECKED_REASON = "it has no checksum and can be read in no way that makes one"
 
 
@@ -65,7 +60,6 @@ class RemoteNodes(Peers):
         signer: RecordSigner | None = None,
         silenced: Silenced | None = None,
         *,
-        device: CudaDevice | None = None,
         nixl_device: CudaDevice | None = None,
         machine: Machine = REAL,
     ) -> None:
@@ -73,7 +67,7 @@ class RemoteNodes(Peers):
         self._workers: ThreadPoolExecutor | None = None
         self.counts = {
             f"{way}_{what}": 0
-            for way in (STREAM, NIXL, FABRIC)
+            for way in (STREAM, NIXL)
             for what in ("hits", "bytes", "misses", "failed", "checksum")
         }
         self.counts |= {f"{NIXL_TO_VRAM}_{what}": 0 for what in ("hits", "bytes")}
@@ -85,25 +79,18 @@ class RemoteNodes(Peers):
             vram,
             signer,
             silenced,
-            device=device,
             nixl_device=nixl_device,
             machine=machine,
         )
 
     def _ways(self, announcement: Announcement) -> list[tuple[str, Transport]]:
-        """How to read from it, best first. NVLink and NIXL only when they are ready, or all there
-        is."""
-        ways: list[tuple[str, FabricTransport | NixlTransport]] = []
-        offered = announcement.transports
-        if self._fabric is not None and FABRIC in offered and self._fabric.usable(announcement):
-            ways.append((FABRIC, self._fabric))
-        if self._nixl is not None and NIXL in offered and self._nixl.usable(announcement):
-            ways.append((NIXL, self._nixl))
-        if not ways:
+        """How to read from it, best first. NIXL only when it is ready, or all there is."""
+        nixl = self._nixl
+        if nixl is None or NIXL not in announcement.transports or not nixl.usable(announcement):
             return [(STREAM, self.stream)]
         if STREAM not in self._allowed:
-            return list(ways)
-        ready = [(name, way) for name, way in ways if way.ready(announcement)]
+            return [(NIXL, nixl)]
+        ready: list[tuple[str, Transport]] = [(NIXL, nixl)] if nixl.ready(announcement) else []
         return [*ready, (STREAM, self.stream)]
 
     # --- reading ------------------------------------------------------------
@@ -306,12 +293,13 @@ class RemoteNodes(Peers):
     ) -> Sequence[Outcome]:
         """What fails one way is read the next way, for which half of the time is left."""
         (name, transport), *others = ways
-        if name in CHECKED and not all(one.location.checksum for one in batch):
+        # It reads memory of others: only blocks with a checksum, and nodes do not see who reads.
+        if name == NIXL and not all(one.location.checksum for one in batch):
             return self._read_apart(ways, announcement, batch, deadline)
         now = time.monotonic()
         until = now + (deadline - now) / 2 if others else deadline
         outcomes = self._counted(name, transport.read(announcement, batch, until), batch)
-        if name in CHECKED:
+        if name == NIXL:
             self._touch(announcement, batch, outcomes)
         again = [i for i, outcome in enumerate(outcomes) if outcome.read is Read.FAILED]
         if not again or not others:

@@ -29,7 +29,6 @@ from kvstore.node.seldom import Seldom
 from kvstore.node.stream.service import ServedSegment, StreamService
 from kvstore.node.stream.unproven import Guest, Unproven
 from kvstore.nodedir import Announcement
-from kvstore.protocol.fabric import FabricMemory
 from kvstore.protocol.stream import WireError
 from kvstore.protocol.stream_handshake import (
     CLIENT_HELLO_BYTES,
@@ -71,10 +70,8 @@ class StreamServer:
         inside: LocalSessions,
         segment: ServedSegment,
         nixl: NixlSidecar | None,
-        fabric: FabricMemory | None = None,
     ) -> None:
-        """Listen from here on; `segment` and `nixl` are this object's to end. `fabric` is the
-        segment's memory, for other hosts to map.
+        """Listen from here on; `segment` and `nixl` are this object's to end.
 
         Raises `UsageError` when the address cannot be used.
         """
@@ -89,7 +86,7 @@ class StreamServer:
         self.nixl = nixl
         if self.nixl is not None:
             self.transports[NIXL] = agent_prefix(*self._node)
-        self._service = StreamService(segment, self._node, inside, nixl, fabric)
+        self._service = StreamService(segment, self._node, inside, nixl)
         self._lock = threading.Lock()
         self._unproven = Unproven()
         self._guests: set[Guest] = set()

@@ -40,7 +40,6 @@ from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.stream.shares import Shares
 from kvstore.protocol import control
 from kvstore.protocol.control_replies import encoded, encoded_outcome
-from kvstore.protocol.fabric import FabricMemory
 from kvstore.protocol.stream import (
     GRANTED,
     Asked,
@@ -107,7 +106,6 @@ class StreamService:
         node: tuple[int, int],
         inside: LocalSessions,
         nixl: NixlSidecar | None = None,
-        fabric: FabricMemory | None = None,
     ) -> None:
         """`node` is (node id, epoch)."""
         self._segment = segment
@@ -118,7 +116,6 @@ class StreamService:
         self._lock = threading.Lock()
         """Guards `_checks`."""
         self._nixl = nixl
-        self._fabric = fabric
         self._shares = Shares(segment.superblock.size_bytes // STREAM_RESERVED_SHARE)
 
     def request(self, channel: Channel) -> tuple[Frame, int]:
@@ -160,9 +157,6 @@ class StreamService:
         elif kind is Frame.NIXL:
             way = self._nixl.way() if self._nixl is not None else []
             channel.send_frame(pack_answers(way), time.monotonic() + REQUEST_TIMEOUT_S)
-        elif kind is Frame.FABRIC:
-            memory = list(self._fabric) if self._fabric is not None else []
-            channel.send_frame(pack_answers(memory), time.monotonic() + REQUEST_TIMEOUT_S)
         else:
             raise WireError(f"frame type {kind} from a client")
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control_replies import InvalidReplyError, outcome
-from kvstore.protocol.fabric import FabricMemory, unpack_fabric
 from kvstore.protocol.nixl import Endpoint, unpack_endpoint
 from kvstore.protocol.stream import (
     GRANTED,
@@ -24,7 +23,7 @@ from kvstore.protocol.stream import (
     pack_read,
     unpack_answers,
 )
-from kvstore.protocol.stream_reply import Head, ReadReply, heads_bytes
+from kvstore.protocol.stream_reply import ReadReply, heads_bytes
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
 from kvstore.transport.stream.transport import StreamTransport, receive_frame
@@ -93,16 +92,6 @@ def look(
 
     Raises `PeerError` when the node cannot be reached, breaks the protocol or is late.
     """
-    return [head is not None for head in look_at(transport, node, asked, deadline)]
-
-
-def look_at(
-    transport: StreamTransport,
-    node: Announcement,
-    asked: Sequence[tuple[Key, Location]],
-    deadline: float,
-) -> list[Head | None]:
-    """As `look`, with what is known of each that is there."""
     pool = transport.pool(node)
     channel = pool.take(deadline)
     in_step = False
@@ -114,7 +103,7 @@ def look_at(
         in_step = True
     finally:
         pool.give(channel, in_step)
-    return reply.there()
+    return [head is not None for head in reply.there()]
 
 
 def ask(
@@ -150,14 +139,6 @@ def nixl_endpoint(
     Raises `PeerError` as `look`.
     """
     return unpack_endpoint(_asked(transport, node, (Frame.NIXL, b""), None, deadline))
-
-
-def fabric_memory(
-    transport: StreamTransport, node: Announcement, deadline: float
-) -> FabricMemory | None:
-    """How to map the node's VRAM over NVLink; None when it offers none. Raises `PeerError` as
-    `look`."""
-    return unpack_fabric(_asked(transport, node, (Frame.FABRIC, b""), None, deadline))
 
 
 def _asked(

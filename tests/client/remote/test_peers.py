@@ -7,14 +7,10 @@ import pytest
 from kvstore.client.remote.peers import Peers
 
 
-@pytest.mark.parametrize(
-    ("vram", "fabric", "wanted"),
-    [(False, False, []), (True, False, ["vram"]), (True, True, ["vram", "fabric"])],
-)
-def test_memory_of_nodes_in_vram_is_looked_after_where_there_is_any(vram, fabric, wanted):
+@pytest.mark.parametrize(("vram", "wanted"), [(False, []), (True, ["vram"])])
+def test_memory_of_nodes_in_vram_is_looked_after_where_there_is_any(vram, wanted):
     done = []
     peers = Peers.__new__(Peers)
     peers.vram = SimpleNamespace(look=lambda: done.append("vram")) if vram else None
-    peers._fabric = SimpleNamespace(sweep=lambda: done.append("fabric")) if fabric else None
     peers.look_after()
     assert done == wanted

@@ -29,7 +29,6 @@ from kvstore.client.remote.reader import (
 )
 from kvstore.protocol.control import Op
 from kvstore.transport.base import Outcome, Read
-from kvstore.transport.cuda_fabric import NAME as FABRIC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.stream.transport import NAME as STREAM
 
@@ -57,26 +56,6 @@ def test_nixl_comes_first_where_it_is_ready_and_alone_where_it_is_all_there_is(
     found = nodes._ways(replace(WORDS[7], transports={STREAM: "", NIXL: ""}))
     assert [name for name, _ in found] == ways
     assert [way for name, way in found if name == STREAM] == [nodes.stream] * (STREAM in ways)
-
-
-@pytest.mark.parametrize("offered", [False, True])
-@pytest.mark.parametrize("usable", [False, True])
-@pytest.mark.parametrize("nixl", [False, True])
-def test_nvlink_comes_before_nixl_where_both_ends_have_it(
-    nodes: RemoteNodes, offered: bool, usable: bool, nixl: bool
-) -> None:
-    def way(usable: bool) -> Any:
-        return SimpleNamespace(usable=lambda _: usable, ready=lambda _: True, close=lambda: None)
-
-    nodes._allowed = (STREAM, NIXL, FABRIC)
-    nodes._nixl = way(True) if nixl else None
-    transports = {STREAM: "", **({FABRIC: ""} if offered else {}), **({NIXL: ""} if nixl else {})}
-    word = replace(WORDS[7], transports=transports)
-    others = [NIXL, STREAM] if nixl else [STREAM]
-    assert [name for name, _ in nodes._ways(word)] == others, "it is not there"
-    nodes._fabric = way(usable)
-    by_nvlink = [FABRIC] if offered and usable else []
-    assert [name for name, _ in nodes._ways(word)] == [*by_nvlink, *others]
 
 
 @pytest.mark.parametrize("way", [NIXL, STREAM])
