@@ -67,6 +67,7 @@ from kvstore.settings.reader import (
 from kvstore.system.descriptors import raise_limit as raise_open_files_limit
 from kvstore.system.descriptors import share as open_files_share
 from kvstore.system.last_resort import name_our_lines
+from kvstore.system.threads import DaemonThreads
 from kvstore.system.waiting import Waiting
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.stream.security import StreamSecurity
@@ -129,6 +130,7 @@ __all__ = [
     "Waiting",
     "chained_hashes",
     "in_batches",
+    "DaemonThreads",
     "Key",
     "VramPool",
     "VramSaver",

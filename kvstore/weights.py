@@ -15,8 +15,8 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from kvstore.limits import (
     WEIGHTS_THREADS,
     WEIGHTS_TIMEOUT_S,
 )
+from kvstore.system.threads import DaemonThreads
 
 VERSION = "w1"
 """Grows when the same files come to have another fingerprint."""
@@ -60,8 +61,9 @@ def weights_fingerprint(
     in all files together, in every tensor while there are that many. In a snapshot of a Hugging
     Face cache its commit counts as well. Subdirectories do not.
 
-    Raises `UsageError` when there are no weights to be read there, and `DeadlineError` after
-    `timeout_s` seconds; a read that hangs is not waited for longer.
+    Raises `UsageError` when there are no weights to be read there, `DeadlineError` after
+    `timeout_s` seconds (a read that hangs is not waited for longer), and `PeerError` where the host
+    gives no thread to read in.
     """
     root = Path(path).expanduser()
     deadline = time.monotonic() + timeout_s
@@ -111,15 +113,17 @@ def _hub_commit(root: Path) -> str:
 
 def _digests(root: Path, files: Sequence[Path], samples: int, deadline: float) -> Iterator[bytes]:
     """One for each of `files`, in order; several are read at a time."""
-    pool = ThreadPoolExecutor(WEIGHTS_THREADS, "kvstore-weights")
+    threads = DaemonThreads(WEIGHTS_THREADS, "kvstore-weights")
+    futures = [threads.submit(partial(_digest, file, samples, deadline)) for file in files]
     try:
-        futures = [pool.submit(_digest, file, samples, deadline) for file in files]
         for future in futures:
             yield future.result(max(deadline - time.monotonic(), 0.0))
     except TimeoutError:
         raise DeadlineError(f"weights in {root} were not read in time") from None
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        threads.close()
+        for future in futures:
+            future.cancel()
 
 
 class _Range(NamedTuple):

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from connector import PromptKeys
 from connector.router.routing import held_at
-from kvstore import HolderRuns, Key, Locator, MissReason, Residency, UsageError
+from kvstore import DaemonThreads, HolderRuns, Key, Locator, MissReason, Residency, UsageError
 
 log = logging.getLogger("kvstore.router")
 
@@ -68,7 +68,7 @@ class Prefixes:
         self._models: dict[str, _Model] = {}
         self._waiting = 0
         """Requests that poll the index."""
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="router-lookup")
+        self._threads = DaemonThreads(THREADS, "router-lookup")
 
     async def learn(
         self, name: str, answer: Mapping[str, object], tokens: Sequence[int] | None
@@ -86,7 +86,8 @@ class Prefixes:
             return None
         plain = None
         if tokens and last is not None:  # off the loop: a long prompt takes milliseconds
-            plain = (await asyncio.to_thread(keys.of, tokens))[-1:] == [last]
+            made = await asyncio.wrap_future(self._threads.submit(partial(keys.of, tokens)))
+            plain = made[-1:] == [last]
         model = self._models.get(name)
         if model is None or model.keys != keys:
             if len(self._models) >= MODELS_MAX:
@@ -136,9 +137,8 @@ class Prefixes:
 
     async def _look(self, look: Callable[..., T], *arguments: object) -> T:
         """Call `look` in a thread. Raises `TimeoutError`."""
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-            return await loop.run_in_executor(self._threads, look, *arguments)
+            return await asyncio.wrap_future(self._threads.submit(partial(look, *arguments)))
 
     def _find(self, keys: PromptKeys, tokens: Sequence[int]) -> Prefix:
         try:
@@ -189,7 +189,7 @@ class Prefixes:
         return None if holders.short in INDEX_AWAY else HolderRuns.of(holders)
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
         self._locator.close()
         if self._residency is not None:
             self._residency.close()

@@ -19,6 +19,7 @@ from connector.limits import (
 from connector.router.clients import NO_DESCRIPTORS, say_no_descriptors
 from connector.router.incoming import most_in_flight
 from connector.router.routing import Engine
+from kvstore import DaemonThreads
 
 CONNECT_TIMEOUT_S = 2.0
 SILENT_S = 20.0
@@ -27,6 +28,8 @@ answer that is not streamed may take minutes, an engine that hangs takes for eve
 KEEPALIVE_S = 4.0
 """Less than vLLM's 5 s: a request on a connection that its engine closes at that moment is lost."""
 CLIENT_ERROR, SERVER_ERROR = 400, 500
+PARSERS = 4
+"""Threads that parse long answers."""
 T = TypeVar("T")
 
 
@@ -113,8 +116,10 @@ class Upstream:
             max_line_size=ROUTER_HEADERS_BYTES_MAX,
             max_field_size=ROUTER_HEADERS_BYTES_MAX,
         )
+        self._threads = DaemonThreads(PARSERS, "router-json")
 
     async def close(self) -> None:
+        self._threads.close()
         await self._session.close()
 
     async def healthy(self, engine: Engine, timeout_s: float) -> bool | None:
@@ -180,7 +185,7 @@ class Upstream:
         try:
             # Off the loop: the answer to a long prompt may be long.
             async with asyncio.timeout(deadline - time.monotonic()):
-                found = await asyncio.to_thread(json.loads, raw)
+                found = await asyncio.wrap_future(self._threads.submit(lambda: json.loads(raw)))
         except TimeoutError as e:
             raise TooLateError(f"{engine.url}: no thread has read its answer in time") from e
         except (ValueError, RecursionError) as e:

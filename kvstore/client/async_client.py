@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -21,14 +21,11 @@ from kvstore.client.values.put_pipeline import unless
 from kvstore.errors import PeerError, UsageError
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
+from kvstore.system.threads import DaemonThreads
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import PutResult, Retained, Value
 
 THREADS = 4
-NO_THREAD = (
-    "this host gives no thread to run the call on: raise the limit of processes (`ulimit -u`, "
-    "a container's pids limit), or use `Client`, which needs none"
-)
 R = TypeVar("R")
 
 
@@ -40,7 +37,8 @@ class AsyncClient:
     reads into `out` or saves a value, after the deadline of a request at the latest. A
     put that is cancelled before its value is complete in the store stores nothing.
 
-    A call is a `PeerError` where the host gives not even the first thread.
+    A call is a `PeerError` where the host gives not even the first thread; a first call once the
+    interpreter ends runs in the caller's.
     """
 
     def __init__(
@@ -81,9 +79,7 @@ class AsyncClient:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-async")
-        self._threaded = False
-        """Whether it has a thread, which lives until `close`."""
+        self._threads = DaemonThreads(THREADS, "kvstore-async")
 
     def _opened(self) -> Client:
         """Open the client; called in a thread: it may start a Redis and look up names."""
@@ -97,27 +93,7 @@ class AsyncClient:
     def _start(self, call: Callable[[Client], R]) -> Future[R]:
         if self._closed:
             raise UsageError("client", "(closed)", "make a new one: it was closed")
-        return self._submitted(lambda: call(self._opened()))
-
-    def _submitted(self, work: Callable[[], R]) -> Future[R]:
-        """Raises `PeerError` where no thread is to be had; `work` never runs then."""
-        future: Future[R] = Future()
-
-        def run() -> None:
-            self._threaded = True
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work())
-            except BaseException as e:
-                future.set_exception(e)
-
-        try:
-            self._threads.submit(run)
-        except RuntimeError as e:  # it is in the queue of those that there are
-            if not self._threaded and future.cancel():
-                raise PeerError(NO_THREAD) from e
-        return future
+        return self._threads.submit(lambda: call(self._opened()))
 
     async def _run(self, call: Callable[[Client], R]) -> R:
         """A call that uses no memory of the caller's that he might change: it may be left."""
@@ -229,13 +205,13 @@ class AsyncClient:
             return
         self._closed = True
         try:
-            future = self._submitted(self._close)
+            future = self._threads.submit(self._close)
         except PeerError:
             self._close()
         else:
             await asyncio.wrap_future(future)
         finally:
-            self._threads.shutdown(wait=False)
+            self._threads.close()
 
     def _close(self) -> None:
         with self._lock:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -39,6 +38,7 @@ from kvstore.index.base import Index, KeyedRecord, KeyRecord, Place, Record
 from kvstore.machine import REAL, Machine
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
+from kvstore.system.threads import interpreter_ends
 from kvstore.types import Key
 
 log = logging.getLogger("kvstore.index")
@@ -224,10 +224,14 @@ class GuardedIndex:
         interrupted by a signal, or find no room, and then the next call is another try."""
         if self._probing or self._closed.is_set():
             return
-        with suppress(RuntimeError):
+        try:
             self._machine.start_thread(self._probe_until_closed, "kvstore-index-probe")
+        except RuntimeError as e:
+            if interpreter_ends(e):
+                self._probe_until_closed(waits=False)
 
-    def _probe_until_closed(self) -> None:
+    def _probe_until_closed(self, *, waits: bool = True) -> None:
+        """Probe while a side is open; without `waits` only what is due now."""
         with self._lock:
             if self._probing:
                 return
@@ -235,10 +239,10 @@ class GuardedIndex:
         while not self._closed.is_set():
             with self._lock:
                 waiting = [side for side in self._sides if side.open]
-                if not waiting:
+                due_s = min([side.breaker.probe_at for side in waiting], default=0.0) - self._now()
+                if not waiting or (due_s > 0 and not waits):
                     self._probing = False
                     return
-                due_s = min(side.breaker.probe_at for side in waiting) - self._now()
             if due_s > 0:
                 self._closed.wait(due_s)
                 continue

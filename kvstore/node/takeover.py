@@ -47,6 +47,7 @@ from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room, never_fits
 from kvstore.system.filelock import fd_is_locked
+from kvstore.system.threads import DaemonThreads
 
 log = logging.getLogger("kvstore.node")
 
@@ -285,5 +286,5 @@ async def free_memory_of_the_dead(sweeper: Sweeper) -> None:
     """Sweep every `sweeper.every_s`, for ever; in a thread, because clearing a large segment
     takes the kernel seconds."""
     while True:
-        await asyncio.to_thread(sweeper.sweep)
+        await asyncio.wrap_future(DaemonThreads(1, "kvstore-sweep").submit(sweeper.sweep))
         await asyncio.sleep(sweeper.every_s)

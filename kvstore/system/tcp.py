@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from kvstore.limits import NAMES_KEPT_MAX, NAMES_LOOKED_UP_MAX
 from kvstore.system.interruption import let_through
+from kvstore.system.threads import interpreter_ends
 
 NAME_KEPT_S = 6.0
 """How long an answer is good, longer than any pause between two tries (`retry_after_max_s`): a
@@ -119,16 +120,21 @@ class _Names:
             thread = threading.Thread(
                 target=self._ask, args=(name, look_up), name="kvstore-name", daemon=True
             )
+            here = False
             try:
                 thread.start()
             except RuntimeError as e:
-                raise OSError(f"{name[0]}: no thread to look it up: {e}") from e
+                here = interpreter_ends(e)
+                if not here:
+                    raise OSError(f"{name[0]}: no thread to look it up: {e}") from e
             self._under_way += 1
             self._look_ups.pop(name, None)
             if len(self._look_ups) >= NAMES_KEPT_MAX:
                 self._look_ups.pop(next(iter(self._look_ups)))
             self._look_ups[name] = look_up
-            return look_up
+        if here:
+            self._ask(name, look_up)
+        return look_up
 
     def _ask(self, name: tuple[str, int], look_up: _LookUp) -> None:
         try:

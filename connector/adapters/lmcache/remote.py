@@ -39,7 +39,7 @@ from connector.limits import (
 from connector.pages.pages import Pages, is_there, scatter
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import TaskThreads
-from kvstore import BlockRef, PeerError, PutStatus, in_batches
+from kvstore import BlockRef, DaemonThreads, PeerError, PutStatus, in_batches
 
 with names_of_lmcache():
     from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
@@ -296,7 +296,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
 
     async def close(self) -> None:
         """End all tasks and give everything back."""
-        await asyncio.get_running_loop().run_in_executor(None, self._tasks.close)
+        await asyncio.wrap_future(DaemonThreads(1, "kvstore-close").submit(self._tasks.close))
         self._store.close()
 
 

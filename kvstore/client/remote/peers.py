@@ -26,6 +26,7 @@ from kvstore.protocol.control import Op
 from kvstore.record import RecordSigner
 from kvstore.segment.layout import Layout
 from kvstore.system.fork import in_each_child
+from kvstore.system.threads import interpreter_ends
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.nixl.transport import NixlTransport
@@ -311,8 +312,9 @@ class Peers:
         first: bool = False,
     ) -> bool:
         """Return whether another thread asks it now; that one tells the breaker, and the word or
-        None. Where there are no threads, this one does, if it `waits` for the answer anyway. The
-        `first` time only a refusal counts: whoever reads finds out the rest."""
+        None. Where there are no threads, this one does, if it `waits` for the answer anyway or
+        there will be none. The `first` time only a refusal counts: whoever reads finds out the
+        rest."""
         with self._lock:
             known = self.directory.get(announcement.node_id)
             if known is None or self._asking >= STREAM_NODES_AT_ONCE:
@@ -348,8 +350,8 @@ class Peers:
 
         try:
             threading.Thread(target=probe, name="kvstore-probe", daemon=True).start()
-        except RuntimeError:  # this host has no more threads to give
-            if not waits:
+        except RuntimeError as e:  # this host has no more threads to give
+            if not waits and not interpreter_ends(e):
                 with self._lock:
                     self._asking -= 1
                 return False

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from kvstore.batches import in_batches
@@ -28,6 +28,7 @@ from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op, join_keys
 from kvstore.record import RecordSigner
+from kvstore.system.threads import DaemonThreads
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.stream.requests import look, tell
@@ -64,7 +65,7 @@ class RemoteNodes(Peers):
         machine: Machine = REAL,
     ) -> None:
         """As `Peers`."""
-        self._workers: ThreadPoolExecutor | None = None
+        self._threads = DaemonThreads(STREAM_NODES_AT_ONCE, "kvstore-remote")
         self.counts = {
             f"{way}_{what}": 0
             for way in (STREAM, NIXL)
@@ -170,28 +171,10 @@ class RemoteNodes(Peers):
 
     def _start(self, read: Callable[[list[int]], None], which: list[int]) -> Future[None] | None:
         """Read in another thread; None, and it never will be, when there is none to be had."""
-        task: Future[None] = Future()
-
-        def run() -> None:
-            if task.set_running_or_notify_cancel():
-                try:
-                    read(which)
-                except BaseException as e:
-                    task.set_exception(e)
-                else:
-                    task.set_result(None)
-
         try:
-            self._pool().submit(run)
-        except RuntimeError:  # it is in the queue of those that there are, unless this is closed
-            return None if task.cancel() else task
-        return task
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._workers is None:
-                self._workers = ThreadPoolExecutor(STREAM_NODES_AT_ONCE, "kvstore-remote")
-            return self._workers
+            return self._threads.submit(lambda: read(which))
+        except PeerError:
+            return None
 
     def _in_shares(
         self, parts: Sequence[list[int]], wanted: Sequence[Wanted], deadline: float
@@ -366,16 +349,9 @@ class RemoteNodes(Peers):
                     counts[f"{way}_checksum"] += outcome.reason == CHECKSUM_REASON
         return outcomes
 
-    def after_fork_in_child(self) -> None:
-        super().after_fork_in_child()
-        self._workers = None
-
     def close(self) -> None:
         super().close()
-        with self._lock:
-            workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.shutdown(wait=False)
+        self._threads.close()
 
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:

@@ -61,7 +61,7 @@ def test_a_prefix_is_found_while_the_index_is_away_and_by_it_while_a_node_is(
 
     async def where() -> list[tuple[str, int]]:
         """What nodes have said is looked up on the loop itself: these threads are gone."""
-        with_events._threads.shutdown()
+        with_events._threads.close()
         held = [*await with_events.where(blocks, None, ())]
         held += await with_events.where(b"".join(blocks), None, ())
         held += await with_events.where(None, _Keys(), TOKENS)  # type: ignore[arg-type]

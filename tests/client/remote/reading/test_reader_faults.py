@@ -28,6 +28,7 @@ from kvstore.client.remote.reader import (
     REPORT_TIMEOUT_S,
     RemoteNodes,
 )
+from kvstore.errors import PeerError
 from kvstore.protocol.control import Op
 from kvstore.transport.base import Outcome, Wanted
 from kvstore.transport.stream.transport import NAME as STREAM
@@ -124,9 +125,7 @@ def test_of_nodes_that_no_thread_could_ask_nothing_is_known(
 def test_threads_are_kept_for_the_next_read_and_waited_for_by_no_close(
     nodes: RemoteNodes,
 ) -> None:
-    pool, release = nodes._pool(), threading.Event()
-    assert nodes._pool() is pool
-    begun = threading.Event()
+    pool, release, begun = nodes._threads, threading.Event(), threading.Event()
 
     def stuck() -> None:
         begun.set()
@@ -140,6 +139,6 @@ def test_threads_are_kept_for_the_next_read_and_waited_for_by_no_close(
     assert not release.is_set()
     freed.cancel()
     release.set()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(PeerError):
         pool.submit(stuck)
     nodes.close()
