@@ -180,7 +180,7 @@ class Reader(_Party):
         """Read every warm value once: maps all pages of the pool into this process."""
         target = bytearray(WARM_BYTES)
         for i in range(count):
-            _check(self.client.get(f"warm/{i}", target) is not None, "warm-up")
+            _check(self.client.get(f"warm/{i}", out=target) is not None, "warm-up")
 
     def prepare(self, size_bytes: int, batch: int, ring_sets: int) -> None:
         self._sources = Buffers(self._from, batch * ring_sets, size_bytes)
@@ -199,9 +199,9 @@ class Reader(_Party):
 
             def get(keys: list[str] = keys, got: list[object] = got) -> None:
                 if len(keys) == 1:
-                    got.append(self.client.get(keys[0], views[0]))
+                    got.append(self.client.get(keys[0], out=views[0]))
                 else:
-                    got.extend(self.client.get_many(keys, views))
+                    got.extend(self.client.get_many(keys, out=views))
 
             if number % 2:
                 times.memcpy.append(self._memcpy(case, number))
@@ -243,7 +243,7 @@ class Reader(_Party):
             started = now()
             pinned = self.client.pin(key)
             took = now() - started
-            assert pinned is not None, key
+            assert pinned, key
             _check(xxhash.xxh3_64_intdigest(pinned.buffer) == sums[key], f"pin {key}")
             started = now() - took
             pinned.close()

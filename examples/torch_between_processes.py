@@ -10,6 +10,7 @@ from kvstore import Client
 def consumer(key: str) -> None:
     with Client() as store:
         tensor = store.get(key)
+        assert isinstance(tensor, torch.Tensor)
         print(tensor.dtype, tuple(tensor.shape), tensor.sum().item())
 
 

@@ -16,4 +16,4 @@ with Client() as store:
         print(store.put("from a", bytes(range(256)) * 4096).status)
     else:
         value = store.get("from a")  # from the memory of that host's node, over TCP
-        print(None if value is None else len(value), store.stats()["transports"])
+        print(len(value) if isinstance(value, bytes) else None, store.stats()["transports"])

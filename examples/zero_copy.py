@@ -7,7 +7,7 @@ from kvstore import Client
 with Client() as store:
     store.put("numbers", np.arange(100_000, dtype=np.int64))
     pinned = store.pin("numbers")
-    assert pinned is not None  # a miss
+    assert pinned  # false on a miss
     numbers = pinned.numpy()  # pinned.tensor() is a torch tensor
     pinned.close()
     print(numbers.sum())

@@ -33,7 +33,7 @@ from kvstore.client.health import Health
 from kvstore.client.local.vram_saver import VramSaver
 from kvstore.client.locator import Holder, HolderRun, HolderRuns, Holders, Locator
 from kvstore.client.missing.explanation import Explanation, FieldDifference, Missing, MissReason
-from kvstore.client.pinned import Pinned, TokenMatch
+from kvstore.client.pinned import NotPinned, Pinned, TokenMatch
 from kvstore.client.residency.listener import Residency
 from kvstore.client.session import BlockSession, Verify
 from kvstore.config_file import read_config
@@ -86,6 +86,7 @@ __all__ = [
     "Health",
     "TokenMatch",
     "Pinned",
+    "NotPinned",
     "Locator",
     "Holder",
     "HolderRun",

@@ -15,12 +15,12 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b, sha256
-from typing import NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from kvstore.compiled import part
 from kvstore.errors import UsageError
-from kvstore.limits import TTL_S_MAX, USER_KEY_BYTES_MAX
-from kvstore.types import TAG_BYTES, Key
+from kvstore.limits import PROMPT_TOKENS_MAX, TTL_S_MAX, USER_KEY_BYTES_MAX
+from kvstore.types import TAG_BYTES, Key, Tokens
 
 DIGEST_BYTES = 24
 RUN_BLOCKS = 64
@@ -140,12 +140,13 @@ class Namespace:
             _refuse_name(names[keys.index(None)])
         return cast("list[Key]", keys)
 
-    def block_keys(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
+    def block_keys(self, tokens: Tokens, block_tokens: int) -> list[Key]:
         """Keys of all full blocks of `block_tokens` tokens at the head of `tokens`.
 
         digest[i] = sha256(digest[i-1] + tokens of block i as little-endian u32), the first
         one after a root of this namespace; a key carries the first 24 bytes of it. Raises
-        `UsageError` for tokens that are no sequence of integers from 0 to 2**32 - 1.
+        `UsageError` for tokens that are no sequence of integers from 0 to 2**32 - 1, or more than
+        `PROMPT_TOKENS_MAX`.
         """
         if not isinstance(block_tokens, int) or block_tokens < 1:
             raise UsageError("block_tokens", block_tokens, "must be a whole number, at least 1")
@@ -257,27 +258,29 @@ def _with_tags(digests: list[bytes], run_blocks: int) -> list[Key]:
     return keys
 
 
-def _length(tokens: Sequence[int]) -> int:
+def _length(tokens: Tokens) -> int:
     """The number of `tokens`, which must be a sequence and no text: its bytes are no tokens."""
     ordered = hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")
     if ordered and not isinstance(tokens, str | bytes | bytearray | Mapping):
-        with suppress(TypeError, ValueError):  # of no dimension; a view that was released
-            return len(tokens)
-    raise UsageError("tokens", tokens, "must be a list or a one-dimensional array of integers")
+        # Of no dimension; a view that was released; more than a length can say.
+        with suppress(TypeError, ValueError, OverflowError):
+            if len(tokens) <= PROMPT_TOKENS_MAX:
+                return len(tokens)
+    must = f"must be a list or a one-dimensional array of at most {PROMPT_TOKENS_MAX} integers"
+    raise UsageError("tokens", tokens, must)
 
 
-def _token_bytes(tokens: Iterable[int], count: int) -> bytes:
+def _token_bytes(tokens: Tokens, count: int) -> bytes:
     """The first `count` tokens as little-endian u32."""
-    astype = getattr(tokens, "astype", None)
-    if astype is not None:  # numpy
-        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:  # type: ignore[attr-defined]
+    if hasattr(tokens, "astype"):
+        numbers: Any = tokens  # of numpy
+        if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
             raise UsageError("tokens", tokens, "must be a one-dimensional array of integers")
-        if count and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:  # type: ignore[attr-defined]
+        if count and not 0 <= int(numbers.min()) <= int(numbers.max()) < 1 << 32:
             raise UsageError("tokens", tokens, "must be integers from 0 to 2**32 - 1")
-        as_u32: bytes = astype("<u4")[:count].tobytes()
-        return as_u32
+        return bytes(numbers.astype("<u4")[:count].tobytes())
     try:
-        packed = array("I", tokens)
+        packed = array("I", cast("Iterable[int]", tokens))
     except (OverflowError, TypeError, ValueError) as e:
         raise UsageError("tokens", tokens, "must be integers from 0 to 2**32 - 1") from e
     return packed.tobytes()[: count * 4]

@@ -58,9 +58,14 @@ lets one client hold (`Limits`) is less."""
 REDIS_ARGS_MAX: Annotated[int, NumberRange(16, 1 << 20)] = 1024
 """Arguments in one Redis command; a longer call is several commands in one pipeline."""
 USER_KEY_BYTES_MAX = 4096
+PATIENT_TIMEOUT_S = 1.0
+"""For an answer of the index where nobody computes meanwhile: at the first contact, which opens a
+connection, and to people who ask how it is."""
 TENSOR_DIMS_MAX = 16
 BLOCK_TOKENS_MAX = 1 << 20
 """Tokens in one block of a client."""
+PROMPT_TOKENS_MAX = 1 << 24
+"""Tokens in one call: more than any model takes, and less than fills memory."""
 SEGMENT_BYTES_MAX = SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
 """Of one node, a page less than 16 TiB: more is a mistyped size."""
 REPLACE_TRIES: Count = 3

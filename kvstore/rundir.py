@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.errors import UsageError
+from kvstore.types import StrPath
 
 log = logging.getLogger("kvstore")
 
@@ -32,7 +33,7 @@ UNIX_PATH_BYTES_MAX = 107
 """What fits into a Unix socket's address, less the final zero."""
 
 
-def run_dir(path: str | Path | None = None) -> Path:
+def run_dir(path: StrPath | None = None) -> Path:
     """The run directory (`path` if given), made with mode 0700 when it is not there.
 
     Raises `UsageError` when it is not a directory, not this user's (nor one that was

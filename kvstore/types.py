@@ -6,7 +6,12 @@ Nothing here does I/O; everything above imports from here.
 from __future__ import annotations
 
 import enum
-from typing import Any, NamedTuple, TypeAlias
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 KEY_BYTES = 32
 """Size of a key. Bytes 0..8 are the run tag, 8..32 the chained digest (see keys.py)."""
@@ -19,6 +24,25 @@ Key = bytes
 Value: TypeAlias = Any
 """What a caller puts and gets: bytes of any kind, an array of numpy's, a tensor of torch's. It has
 no type, for neither library need be there."""
+
+
+class Array(Protocol):
+    """An array of numpy's or a tensor of torch's, to type checkers."""
+
+    def __array__(self) -> object: ...
+
+
+class Rows(Array, Protocol):
+    """One that has a length."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+ValueLike: TypeAlias = "Buffer | Array"
+"""`Value`, as type checkers see it from outside."""
+Tokens: TypeAlias = "Sequence[int] | Rows"
+StrPath: TypeAlias = "str | os.PathLike[str]"
 
 
 class Location(NamedTuple):
@@ -83,7 +107,8 @@ IN_PROGRESS = PutResult(PutStatus.IN_PROGRESS)
 
 
 class Retained(enum.IntEnum):
-    """What became of the wish to retain one block. The numbers are part of the protocol."""
+    """What became of the wish to retain one block; true when it is YES, and its name as text. The
+    numbers are part of the protocol."""
 
     YES = 0
     """It is retained; of a release: not for this tenant (any more)."""
@@ -98,6 +123,15 @@ class Retained(enum.IntEnum):
     or lengthens it."""
     BOUNDED = 5
     """Its namespace bounds its life, which goes before a wish to retain it."""
+
+    def __bool__(self) -> bool:
+        return self is Retained.YES
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(self.name, spec)
 
 
 class Tier(enum.StrEnum):

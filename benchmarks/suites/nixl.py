@@ -107,7 +107,7 @@ def _shape(clients: dict[str, Client], count: int, size_bytes: int, repetitions:
     out = [memoryview(bytearray(size_bytes)) for _ in keys]
 
     def get_many(way: str) -> None:
-        assert None not in clients[way].get_many(keys, out), clients[way].stats()
+        assert None not in clients[way].get_many(keys, out=out), clients[way].stats()
 
     calls = {way: partial(get_many, way) for way in WAYS}
     interleaved(calls, WARM_UP)

@@ -227,7 +227,7 @@ def _shape(
         transport.Digests = digests  # type: ignore[attr-defined]
         _seal_as(op)
         client = clients[op][0]
-        assert None not in client.get_many(keys, out), client.stats()
+        assert None not in client.get_many(keys, out=out), client.stats()
 
     calls |= {op: partial(get_many, op) for op in _OPS}
     try:

@@ -31,7 +31,7 @@ many tokens the KV is in the store or on its way there."""
 class Wish(NamedTuple):
     """Asks to retain the request's blocks for so long, on the budget of that tenant."""
 
-    ttl_s: int
+    for_s: int
     """0: let them go."""
     tenant: str = ""
 
@@ -140,17 +140,17 @@ def _hinted(request_id: str, action: Action) -> Wish | None:
     if not isinstance(action.payload, Mapping):
         return _wish(request_id, action.payload, "")
     release = action.action_type == "release"
-    ttl_s = 0 if release else action.payload.get("ttl_s")
-    return _wish(request_id, ttl_s, action.payload.get("tenant", ""))
+    for_s = 0 if release else action.payload.get("ttl_s")
+    return _wish(request_id, for_s, action.payload.get("tenant", ""))
 
 
-def _wish(request_id: str, ttl_s: object, tenant: object) -> Wish | None:
-    if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or not 0 <= ttl_s <= _MOST_S:
-        what, value, rule = "seconds", ttl_s, f"must be a number from 0 to {_MOST_S}"
+def _wish(request_id: str, for_s: object, tenant: object) -> Wish | None:
+    if not isinstance(for_s, int | float) or isinstance(for_s, bool) or not 0 <= for_s <= _MOST_S:
+        what, value, rule = "seconds", for_s, f"must be a number from 0 to {_MOST_S}"
     elif not isinstance(tenant, str) or len(tenant.encode("utf-8", "replace")) > TENANT_BYTES_MAX:
         what, value, rule = "tenant", tenant, f"must be text of at most {TENANT_BYTES_MAX} bytes"
     else:
-        return Wish(math.ceil(ttl_s), tenant)
+        return Wish(math.ceil(for_s), tenant)
     log.warning("request %s: to retain: %s %s, got %r; not done", request_id, what, rule, value)
     return None
 

@@ -53,7 +53,7 @@ class ValueStore(Protocol):
     ) -> list[PutResult]: ...
     def get(self, key: str | bytes) -> bytes | None: ...
     def get_many(
-        self, keys: Sequence[str | bytes], out: Sequence[torch.Tensor] | None = None
+        self, keys: Sequence[str | bytes], *, out: Sequence[torch.Tensor] | None = None
     ) -> Sequence[bytes | torch.Tensor | None]:
         """Return each value, with `out` the part of it that was written; None for a miss."""
         ...
@@ -216,7 +216,7 @@ def _put_pinned(
             # Between the put and the pin it may have been evicted: then it is put again.
             tried.add(key)
             pin = store.pin(key)
-            if pin is not None:
+            if pin:
                 message.pins[key] = pin
                 del waiting[key]
         return True if not waiting else None
@@ -297,7 +297,7 @@ def receive(store: ValueStore, name: str) -> Content | None:
         for start, end in zip(starts, [*starts[1:], flat.numel()], strict=False):
             keys.append(_part(name, i, start))
             places.append(flat[start:end])
-    got = store.get_many(list(keys), places)
+    got = store.get_many(list(keys), out=places)
     # A shorter value is another's: the rest of its place was never written.
     whole = all(
         value is not None and len(value) == len(place)

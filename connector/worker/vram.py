@@ -146,10 +146,10 @@ class VramStore:
     def reset(self, namespace_ids: Sequence[int], timeout_s: float = RESET_WAIT_S) -> ResetResult:
         return self._store.reset(namespace_ids, timeout_s)  # the pool hears of it as nodes do
 
-    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
+    def retain(self, keys: Sequence[Key], for_s: int, tenant: str = "") -> list[Retained]:
         """See `BlockStore.retain`; a block that is in VRAM alone is not retained: it goes down, and
         may be retained then."""
-        return self._store.retain(keys, ttl_s, tenant)
+        return self._store.retain(keys, for_s, tenant)
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
         """See `BlockStore.drop`; of the pool in VRAM too, as far as the index names it."""

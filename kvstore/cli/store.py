@@ -18,12 +18,12 @@ from kvstore.client.session import BlockSession
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.embedded_redis import supervisor
 from kvstore.index.open import URL_VARIABLE
-from kvstore.limits import Limits
+from kvstore.limits import PATIENT_TIMEOUT_S, Limits
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import counters
 
-LIMITS = Limits(redis_timeout_s=1.0, publish_timeout_s=2.0, request_timeout_s=5.0)
+LIMITS = Limits(redis_timeout_s=PATIENT_TIMEOUT_S, publish_timeout_s=2.0, request_timeout_s=5.0)
 """A person waits longer than an engine, and wants an answer rather than a miss."""
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence, Set
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvstore.errors import UsageError
 from kvstore.keys import Namespace
@@ -23,6 +23,14 @@ from kvstore.types import Value
 T = TypeVar("T")
 
 _PAIRS = {tuple, list}
+
+
+class Uncopied:
+    """Is of one process: `pickle` and `copy` say so."""
+
+    def __reduce__(self) -> NoReturn:
+        must = "cannot be pickled or copied: make a new one there, with the same arguments"
+        raise UsageError(type(self).__name__, "(open)", must)
 
 
 def is_a(field: str, value: object, kinds: type[T] | tuple[type[T], ...], must: str) -> T:
@@ -54,11 +62,14 @@ def seconds(field: str, value: object) -> float:
     return float(number)
 
 
-def text(field: str, value: object) -> None:
-    """Check that `value` is text that can be a name: not empty, without zeros."""
-    name = is_a(field, value, str, "must be text")
-    if not name or "\0" in name or not _encodes(name):
-        raise UsageError(field, value, "must not be empty, nor have zeros or lone surrogates in it")
+def text(field: str, value: object, *, secret: bool = False) -> None:
+    """Check that `value` is text that can be a name: not empty, without zeros. What may have a
+    `secret` in it is not shown."""
+    seen = type(value).__name__ if secret else value
+    if not isinstance(value, str):
+        raise UsageError(field, seen, "must be text")
+    if not value or "\0" in value or not _encodes(value):
+        raise UsageError(field, seen, "must not be empty, nor have zeros or lone surrogates in it")
 
 
 def _encodes(value: str) -> bool:
@@ -127,18 +138,20 @@ def session_settings(
     limits: object,
     transports: object,
     security: object,
+    waits_first: object = False,
 ) -> None:
     """What `BlockSession` takes; contacts nobody."""
+    flag("waits_first", waits_first)
     if url is not None:
-        text("url", url)
+        text("url", url, secret=True)
     text("key_prefix", key_prefix)
     if node is not None:
         text("node", node)
     if node_size_bytes is not None:
         whole("node_size_bytes", node_size_bytes, SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX)
     if run_dir is not None:
-        is_a("run_dir", run_dir, (str, Path), "must be a path")
-        text("run_dir", str(run_dir))
+        kinds: tuple[type, ...] = (str, os.PathLike)
+        text("run_dir", os.fspath(is_a("run_dir", run_dir, kinds, "must be a path")))
     if not isinstance(verify, str) or verify not in ("never", "always"):
         raise UsageError("verify", verify, "must be 'never' or 'always'")
     if limits is not None:
@@ -147,7 +160,9 @@ def session_settings(
         for name in several("transports", transports, "names"):
             text("transports", name)
     if security is not None:
-        is_a("security", security, StreamSecurity, "must be kvstore.StreamSecurity(...)")
+        # Whoever gives the secret itself finds it in no message.
+        given = security if isinstance(security, StreamSecurity) else type(security).__name__
+        is_a("security", given, StreamSecurity, "must be kvstore.StreamSecurity(secret=...)")
 
 
 def client_settings(
@@ -158,7 +173,7 @@ def client_settings(
     salt: object,
     **session: object,
 ) -> None:
-    """What `Client` takes; contacts nobody."""
+    """What `Client` takes; contacts nobody. What goes to its `session` is looked at if given."""
     is_a("namespace", namespace, (str, Namespace), "must be a name or a kvstore.Namespace")
     if isinstance(namespace, str):
         text("namespace", namespace)
@@ -166,4 +181,5 @@ def client_settings(
         raise UsageError("salt", "(given)", "give it to the Namespace")
     whole("block_tokens", block_tokens, 1, BLOCK_TOKENS_MAX)
     whole("node_size_bytes", node_size_bytes, SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX)
-    session_settings(node_size_bytes=node_size_bytes, **session)
+    if session:
+        session_settings(node_size_bytes=node_size_bytes, **session)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from kvstore.client import arguments
 from kvstore.client.base import ResetResult
-from kvstore.client.client import Client, Items
+from kvstore.client.client import A, Client, K, Names, Pairs, Several
 from kvstore.client.health import Health
-from kvstore.client.missing.explanation import Explanation, Missing
-from kvstore.client.pinned import Pinned, TokenMatch
+from kvstore.client.missing.explanation import Explanation
+from kvstore.client.pinned import NotPinned, Pinned, TokenMatch
 from kvstore.client.session import Verify
 from kvstore.client.values.put_pipeline import unless
 from kvstore.errors import PeerError, UsageError
@@ -23,13 +22,16 @@ from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.system.threads import DaemonThreads
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import PutResult, Retained, Value
+from kvstore.types import Array, PutResult, Retained, StrPath, Tokens, Value, ValueLike
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 THREADS = 4
 R = TypeVar("R")
 
 
-class AsyncClient:
+class AsyncClient(arguments.Uncopied):
     """`Client` for asyncio: every call is a coroutine with the meaning and errors of its
     namesake, and the event loop waits for nothing; use it in an `async with`.
 
@@ -50,7 +52,7 @@ class AsyncClient:
         node: str | None = None,
         node_size_bytes: int = 512 << 20,
         block_tokens: int = 256,
-        run_dir: Path | None = None,
+        run_dir: StrPath | None = None,
         verify: Verify = "never",
         signing_key: str | bytes | None = None,
         salt: str | bytes | None = None,
@@ -60,20 +62,8 @@ class AsyncClient:
     ) -> None:
         """Takes what `Client` takes, and contacts nobody: the first call, or the `async with`,
         opens it. Raises `UsageError` for a setting that is none."""
-        settings: dict[str, Any] = {
-            "url": url,
-            "namespace": namespace,
-            "key_prefix": key_prefix,
-            "node": node,
-            "node_size_bytes": node_size_bytes,
-            "block_tokens": block_tokens,
-            "run_dir": run_dir,
-            "verify": verify,
-            "salt": salt,
-            "limits": limits,
-            "transports": transports,
-            "security": security,
-        }
+        settings: dict[str, Any] = dict(locals())
+        del settings["self"], settings["signing_key"]
         arguments.client_settings(**settings)
         self._open: Callable[[], Client] = lambda: Client(**settings, signing_key=signing_key)
         self._lock = threading.Lock()
@@ -111,29 +101,49 @@ class AsyncClient:
             await _ended(future)
             raise
 
-    async def put(self, key: str | bytes, value: Value, *, replace: bool = False) -> PutResult:
+    async def put(self, key: str | bytes, value: ValueLike, *, replace: bool = False) -> PutResult:
         """Save one value; see `Client.put`."""
         return await self._use(lambda c: c.put(key, value, replace=replace))
 
-    async def put_many(self, items: Items, *, replace: bool = False) -> list[PutResult]:
+    @overload
+    async def put_many(
+        self, items: Mapping[K, ValueLike], *, replace: bool = False
+    ) -> list[PutResult]: ...
+    @overload
+    async def put_many(self, items: Pairs, *, replace: bool = False) -> list[PutResult]: ...
+    async def put_many(
+        self, items: Mapping[K, ValueLike] | Pairs, *, replace: bool = False
+    ) -> list[PutResult]:
         """Save several values, results in order; see `Client.put_many`."""
         return await self._use(lambda c: c.put_many(items, replace=replace))
 
-    async def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Value]) -> list[PutResult]:
+    async def put_blocks(self, tokens: Tokens, blocks: Several) -> list[PutResult]:
         """Save the KV blocks at the head of `tokens`; see `Client.put_blocks`."""
         return await self._use(lambda c: c.put_blocks(tokens, blocks))
 
-    async def get(self, key: str | bytes, out: Value = None) -> Value:
+    @overload
+    async def get(self, key: str | bytes, *, out: None = None) -> bytes | Array | None: ...
+    @overload
+    async def get(self, key: str | bytes, *, out: A) -> A | None: ...
+    @overload
+    async def get(self, key: str | bytes, *, out: Buffer) -> memoryview | None: ...
+    async def get(self, key: str | bytes, *, out: Value = None) -> Value:
         """Return the value as it was put, None on a miss; see `Client.get`."""
-        return await self._use(lambda c: c.get(key, out))
+        return await self._use(lambda c: c.get(key, out=out))
 
-    async def get_many(
-        self, keys: Sequence[str | bytes], out: Sequence[Value] | None = None
-    ) -> list[Value]:
+    @overload
+    async def get_many(self, keys: Names, *, out: None = None) -> list[bytes | Array | None]: ...
+    @overload
+    async def get_many(self, keys: Names, *, out: Sequence[A]) -> list[A | None]: ...
+    @overload
+    async def get_many(self, keys: Names, *, out: Sequence[Buffer]) -> list[memoryview | None]: ...
+    @overload
+    async def get_many(self, keys: Names, *, out: Several) -> list[memoryview | Array | None]: ...
+    async def get_many(self, keys: Names, *, out: Value = None) -> list[Value]:
         """`get` for each of `keys`; see `Client.get_many`."""
-        return await self._use(lambda c: c.get_many(keys, out))
+        return await self._use(lambda c: c.get_many(keys, out=out))
 
-    async def get_blocks(self, tokens: Sequence[int], out: Sequence[Value]) -> int:
+    async def get_blocks(self, tokens: Tokens, out: Several) -> int:
         """Read the KV blocks at the head of `tokens` into `out`, in order; how many leading
         blocks are there. See `Client.get_blocks`."""
         return await self._use(lambda c: c.get_blocks(tokens, out))
@@ -142,13 +152,13 @@ class AsyncClient:
         """Return whether a get would have hit a moment ago."""
         return await self._run(lambda c: c.exists(key))
 
-    async def match_prefix(self, tokens: Sequence[int]) -> TokenMatch:
+    async def match_prefix(self, tokens: Tokens) -> TokenMatch:
         """Return the longest leading run of full blocks of `tokens` in the store."""
         return await self._run(lambda c: c.match_prefix(tokens))
 
-    async def pin(self, key: str | bytes) -> Pinned | None:
-        """Return a zero-copy view of a value that cannot be evicted while it is open; None on a
-        miss.
+    async def pin(self, key: str | bytes) -> Pinned | NotPinned:
+        """Return a zero-copy view of a value that cannot be evicted while it is open; what it
+        returns for a miss is false.
 
         Use it in a plain `with`, which ends without waiting for the node. A pin that
         comes after the call was cancelled is closed at once.
@@ -159,32 +169,34 @@ class AsyncClient:
         except asyncio.CancelledError:
             future.add_done_callback(_let_go)
             raise
-        return None if pinned is None else pinned.closed_later()
+        return pinned.closed_later() if pinned else pinned
 
-    async def retain(self, key: str | bytes, ttl_s: int, tenant: str = "") -> Retained:
-        """Keep a value from being evicted for `ttl_s` seconds; see `Client.retain`."""
-        return await self._run(lambda c: c.retain(key, ttl_s, tenant))
+    async def retain(self, key: str | bytes, for_s: int, tenant: str = "") -> Retained:
+        """Keep a value from being evicted for `for_s` seconds; see `Client.retain`."""
+        return await self._run(lambda c: c.retain(key, for_s, tenant))
 
-    async def retain_blocks(
-        self, tokens: Sequence[int], ttl_s: int, tenant: str = ""
-    ) -> list[Retained]:
+    async def retain_blocks(self, tokens: Tokens, for_s: int, tenant: str = "") -> list[Retained]:
         """Keep the blocks of `tokens` from being evicted; see `Client.retain_blocks`."""
-        return await self._run(lambda c: c.retain_blocks(tokens, ttl_s, tenant))
+        return await self._run(lambda c: c.retain_blocks(tokens, for_s, tenant))
 
     async def delete(self, key: str | bytes) -> bool:
         """Drop a value; False when it was not there. See `Client.delete`."""
         return await self._run(lambda c: c.delete(key))
 
+    async def delete_many(self, keys: Names) -> list[bool]:
+        """Drop each of `keys`; which of them were there. See `Client.delete_many`."""
+        return await self._run(lambda c: c.delete_many(keys))
+
     async def clear(self, timeout_s: float = RESET_TIMEOUT_S) -> ResetResult:
         """Drop all of this client's namespace, on every node of every host; see `Client.clear`."""
         return await self._run(lambda c: c.clear(timeout_s))
 
-    async def explain(self, tokens: Sequence[int]) -> Explanation:
+    async def explain(self, tokens: Tokens) -> Explanation:
         """Return how much of `tokens` could be read now, and why not the next block."""
         return await self._run(lambda c: c.explain(tokens))
 
-    async def explain_key(self, key: str | bytes) -> Missing | None:
-        """Return why a get of `key` would miss now; None when it would hit."""
+    async def explain_key(self, key: str | bytes) -> Explanation:
+        """Return whether a get of `key` would hit now, and why not."""
         return await self._run(lambda c: c.explain_key(key))
 
     async def ping(self) -> None:
@@ -245,8 +257,6 @@ async def _ended(future: Future[R]) -> None:
             await ended.wait()
 
 
-def _let_go(future: Future[Pinned | None]) -> None:
+def _let_go(future: Future[Pinned | NotPinned]) -> None:
     if not future.cancelled() and future.exception() is None:
-        pinned = future.result()
-        if pinned is not None:
-            pinned.close()
+        future.result().close()

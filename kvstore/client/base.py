@@ -276,8 +276,8 @@ class BlockStore(Protocol):
         said to the node now is said when it is reached again."""
         ...
 
-    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
-        """Keep blocks of this host's nodes from being evicted for `ttl_s` seconds, whatever
+    def retain(self, keys: Sequence[Key], for_s: int, tenant: str = "") -> list[Retained]:
+        """Keep blocks of this host's nodes from being evicted for `for_s` seconds, whatever
         becomes of this client or of the node's process; what became of each wish. 0 ends it.
 
         It is paid from the budget of `tenant` on each node (`Limits`). To ask again makes the time

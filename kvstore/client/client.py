@@ -9,8 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar, overload
 
 from kvstore.client import arguments
 from kvstore.client.base import ResetResult
@@ -18,7 +17,7 @@ from kvstore.client.health import Health, ask_index
 from kvstore.client.local.deadlines import until
 from kvstore.client.missing.explanation import Explanation, Missing, MissReason
 from kvstore.client.missing.miss_query import about_block, about_value
-from kvstore.client.pinned import Pinned, TokenMatch
+from kvstore.client.pinned import NotPinned, Pinned, TokenMatch
 from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.session import BlockSession, Verify
 from kvstore.client.values import tensors
@@ -26,26 +25,42 @@ from kvstore.client.values.existing import node_of
 from kvstore.client.values.getting import ValueGetter
 from kvstore.client.values.saving import ValueSaver
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
+from kvstore.index.base import patient
 from kvstore.index.redis.url import parse_url
 from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
 from kvstore.transport.select import SHM
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import EXISTS, STORED, Key, PutResult, Retained, Value
+from kvstore.types import (
+    EXISTS,
+    STORED,
+    Array,
+    Key,
+    PutResult,
+    Retained,
+    Rows,
+    StrPath,
+    Tokens,
+    Value,
+    ValueLike,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 log = logging.getLogger("kvstore.client")
 
-# To a type checker a dict[str, int] is no Mapping[str | bytes, int].
-Items = (
-    Mapping[str, Value]
-    | Mapping[bytes, Value]
-    | Mapping[str | bytes, Value]
-    | Iterable[tuple[str | bytes, Value]]
-)
+Pairs: TypeAlias = "Iterable[tuple[str | bytes, ValueLike]]"
+Names = Sequence[str | bytes]
+Several: TypeAlias = "Sequence[ValueLike | None] | Rows"
+"""Values or buffers, or the rows of an array."""
+A = TypeVar("A", bound=Array)
+K = TypeVar("K", bound=str | bytes)
+"""To a type checker a dict[str, int] is no Mapping[str | bytes, int]."""
 
 
-class Client:
+class Client(arguments.Uncopied):
     """Put and get values and KV blocks. Thread-safe; make a new one after a fork: what
     this one has reserved or pinned can at most be read in the child.
 
@@ -73,7 +88,7 @@ class Client:
         node: str | None = None,
         node_size_bytes: int = 512 << 20,
         block_tokens: int = 256,
-        run_dir: Path | None = None,
+        run_dir: StrPath | None = None,
         verify: Verify = "never",
         signing_key: str | bytes | None = None,
         salt: str | bytes | None = None,
@@ -110,18 +125,10 @@ class Client:
         """
         # Longer than other functions: all that a user may set is said in it.
         arguments.client_settings(
-            url=url,
             namespace=namespace,
-            key_prefix=key_prefix,
-            node=node,
-            node_size_bytes=node_size_bytes,
             block_tokens=block_tokens,
-            run_dir=run_dir,
-            verify=verify,
+            node_size_bytes=node_size_bytes,
             salt=salt,
-            limits=limits,
-            transports=transports,
-            security=security,
         )
         if isinstance(namespace, str):
             namespace = Namespace.named(namespace, salt=tenant_salt(salt))
@@ -139,6 +146,7 @@ class Client:
             node_size_bytes=node_size_bytes,
             transports=transports,
             security=security,
+            waits_first=True,
         )
         # Who never closes it has the same at its end, or at the process's.
         self.session.machine.when_dropped(self, self.session.close)
@@ -154,7 +162,7 @@ class Client:
 
     # --- putting ----------------------------------------------------------
 
-    def put(self, key: str | bytes, value: Value, *, replace: bool = False) -> PutResult:
+    def put(self, key: str | bytes, value: ValueLike, *, replace: bool = False) -> PutResult:
         """Save one value: anything with the buffer protocol, a numpy array, a torch tensor.
 
         An existing key is left as it is, for a cache's values follow from their keys; the
@@ -164,13 +172,21 @@ class Client:
         """
         return self._save_values([key], [value], replace)[0]
 
-    def put_many(self, items: Items, *, replace: bool = False) -> list[PutResult]:
+    @overload
+    def put_many(
+        self, items: Mapping[K, ValueLike], *, replace: bool = False
+    ) -> list[PutResult]: ...
+    @overload
+    def put_many(self, items: Pairs, *, replace: bool = False) -> list[PutResult]: ...
+    def put_many(
+        self, items: Mapping[K, ValueLike] | Pairs, *, replace: bool = False
+    ) -> list[PutResult]:
         """`put` for a mapping or pairs, in a few requests for all; results in order.
 
         With `replace=True` the last value counts of those that are given for one key."""
         return self._save_values(*arguments.pairs(items), replace)
 
-    def put_blocks(self, tokens: Sequence[int], blocks: Sequence[Value]) -> list[PutResult]:
+    def put_blocks(self, tokens: Tokens, blocks: Several) -> list[PutResult]:
         """Save the KV blocks at the head of `tokens`: `blocks[i]` is a buffer with the KV of
         tokens `i * block_tokens` to `(i + 1) * block_tokens`. At most as many as are full."""
         keys = self._block_keys(tokens)
@@ -181,7 +197,7 @@ class Client:
                 f"{len(blocks)} blocks",
                 f"{len(tokens)} tokens fill {len(keys)} of {self.block_tokens}",
             )
-        payloads = [tensors.encode_block(block) for block in blocks]
+        payloads = [tensors.encode_block(blocks[i]) for i in range(len(blocks))]
         return self._counted(self._saver.save(keys[: len(blocks)], payloads))
 
     def _save_values(
@@ -203,7 +219,13 @@ class Client:
 
     # --- getting ----------------------------------------------------------
 
-    def get(self, key: str | bytes, out: Value = None) -> Value:
+    @overload
+    def get(self, key: str | bytes, *, out: None = None) -> bytes | Array | None: ...
+    @overload
+    def get(self, key: str | bytes, *, out: A) -> A | None: ...
+    @overload
+    def get(self, key: str | bytes, *, out: Buffer) -> memoryview | None: ...
+    def get(self, key: str | bytes, *, out: Value = None) -> Value:
         """Return the value as it was put (bytes, array, tensor with dtype and shape), None on a
         miss.
 
@@ -216,9 +238,15 @@ class Client:
         """
         return self._getter.get(self._value_key(key), out)
 
-    def get_many(
-        self, keys: Sequence[str | bytes], out: Sequence[Value] | None = None
-    ) -> list[Value]:
+    @overload
+    def get_many(self, keys: Names, *, out: None = None) -> list[bytes | Array | None]: ...
+    @overload
+    def get_many(self, keys: Names, *, out: Sequence[A]) -> list[A | None]: ...
+    @overload
+    def get_many(self, keys: Names, *, out: Sequence[Buffer]) -> list[memoryview | None]: ...
+    @overload
+    def get_many(self, keys: Names, *, out: Several) -> list[memoryview | Array | None]: ...
+    def get_many(self, keys: Names, *, out: Value = None) -> list[Value]:
         """`get` for each of `keys`, with one index round trip for all that were not seen before.
 
         Of several in `out`, one that does not fit is unchanged; others may have been filled."""
@@ -231,7 +259,7 @@ class Client:
         raw_keys = self.namespace.value_keys(keys)
         return self._getter.get_many(raw_keys, [None] * len(keys) if out is None else out)
 
-    def get_blocks(self, tokens: Sequence[int], out: Sequence[Value]) -> int:
+    def get_blocks(self, tokens: Tokens, out: Several) -> int:
         """Read the KV blocks at the head of `tokens` into the buffers in `out`, in order.
 
         Returns how many leading blocks are there, whole and right; what `out` holds
@@ -246,19 +274,20 @@ class Client:
         """Return whether a get would have hit a moment ago."""
         return self._reader.search((self._value_key(key),)) != [None]
 
-    def match_prefix(self, tokens: Sequence[int]) -> TokenMatch:
+    def match_prefix(self, tokens: Tokens) -> TokenMatch:
         """Return the longest leading run of full blocks of `tokens` in the store; one round
         trip."""
         found = self.session.match(self._block_keys(tokens))
         return TokenMatch(len(found) * self.block_tokens, len(found), found)
 
-    def pin(self, key: str | bytes) -> Pinned | None:
-        """Return a zero-copy view of a value that cannot be evicted while it is open; None on a
-        miss.
+    def pin(self, key: str | bytes) -> Pinned | NotPinned:
+        """Return a zero-copy view of a value that cannot be evicted while it is open; what it
+        returns for a miss is false.
 
-        Close it, or use it in a `with`. Of another user's node it is a copy, and a miss while
-        such pins and views have taken `ANOTHERS_BYTES_MAX`. Raises `UsageError` for a value that
-        only a node of another host has: it can be read by `get`, and pinned by a client there.
+        Close it, or use it in a `with`, which gives None for a miss. Of another user's node it is a
+        copy, and a miss while such pins and views have taken `ANOTHERS_BYTES_MAX`. Raises
+        `UsageError` for a value that only a node of another host has: it can be read by `get`, and
+        pinned by a client there.
         """
         raw_key = self._value_key(key)
         try:
@@ -268,7 +297,7 @@ class Client:
             raise
         if record is None:
             self._check_not_remote(key, raw_key)
-            return None
+            return NotPinned()
         claim = self._copies.claim()
         try:
             place = self._reader.place(raw_key, record, partial(self._copies.take, claim))
@@ -281,7 +310,7 @@ class Client:
         if place is None:
             self._copies.release(claim)
             self._writer.unpin(raw_key, record)
-            return None
+            return NotPinned()
         pinned = Pinned(self._writer, place, raw_key, record)
         self._copies.keep(claim, pinned)
         return pinned
@@ -297,20 +326,21 @@ class Client:
                 "reaches it from here",
             )
 
-    def retain(self, key: str | bytes, ttl_s: int, tenant: str = "") -> Retained:
-        """Keep a value on the nodes of this host from being evicted for `ttl_s` seconds, whoever
-        ends meanwhile; 0 ends that. See `BlockStore.retain`, also for what raises.
+    def retain(self, key: str | bytes, for_s: int, tenant: str = "") -> Retained:
+        """Keep a value on the nodes of this host from being evicted for `for_s` seconds, whoever
+        ends meanwhile; 0 ends that. The answer is true when that is so. See `BlockStore.retain`,
+        also for what raises.
 
         Unlike a pin it needs no client that lives, and has a budget (`Limits.retained_percent`).
         """
         self._check_open()
-        (answer,) = self.session.retain([self._value_key(key)], ttl_s, tenant)
+        (answer,) = self.session.retain([self._value_key(key)], for_s, tenant)
         return answer
 
-    def retain_blocks(self, tokens: Sequence[int], ttl_s: int, tenant: str = "") -> list[Retained]:
+    def retain_blocks(self, tokens: Tokens, for_s: int, tenant: str = "") -> list[Retained]:
         """`retain` for each full block of `tokens`, the head of the prefix first."""
         self._check_open()
-        return self.session.retain(self._block_keys(tokens), ttl_s, tenant)
+        return self.session.retain(self._block_keys(tokens), for_s, tenant)
 
     def delete(self, key: str | bytes) -> bool:
         """Drop a value: on the nodes of this host, else on the node of another host that the
@@ -319,7 +349,14 @@ class Client:
         Raises `NodeUnavailableError` or `DeadlineError` when a node that may have it cannot
         be asked.
         """
-        return self._saver.delete(self._value_key(key))
+        return self.delete_many([key])[0]
+
+    def delete_many(self, keys: Names) -> list[bool]:
+        """`delete` for each of `keys`, in a few requests for all; results in order. When it raises,
+        those whose nodes could be asked are dropped."""
+        self._check_open()
+        arguments.several("keys", keys, "keys")
+        return self.session.drop(self.namespace.value_keys(keys))
 
     def clear(self, timeout_s: float = RESET_TIMEOUT_S) -> ResetResult:
         """Drop all values and blocks of this client's namespace, on every node of every host.
@@ -334,25 +371,23 @@ class Client:
 
     # --- telling ----------------------------------------------------------
 
-    def explain(self, tokens: Sequence[int]) -> Explanation:
+    def explain(self, tokens: Tokens) -> Explanation:
         """Return how much of `tokens` `get_blocks` could read now, and why not the next block.
 
-        For people and logs: it asks the index and the nodes of this host, and takes
-        milliseconds; at most twice the deadline of a request when some of them hang.
+        For people and logs: it asks the index, for a second at most, and the nodes of this host,
+        for at most twice the deadline of a request.
         """
         keys = self._block_keys(tokens)
-        hit, missing = self._first_missing(tokens, keys)
-        if missing is not None:
-            self._count_reason(missing)
+        with patient():
+            hit, missing = self._first_missing(tokens, keys)
+        self._count_reason(missing)
         return Explanation(
             possible_tokens=len(keys) * self.block_tokens,
             hit_tokens=hit * self.block_tokens,
             first_missing=missing,
         )
 
-    def _first_missing(
-        self, tokens: Sequence[int], keys: Sequence[Key]
-    ) -> tuple[int, Missing | None]:
+    def _first_missing(self, tokens: Tokens, keys: Sequence[Key]) -> tuple[int, Missing | None]:
         """Return how many leading blocks are there, and why not the next one."""
         if not keys:
             detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
@@ -374,17 +409,20 @@ class Client:
             for ref in found
         ]
 
-    def explain_key(self, key: str | bytes) -> Missing | None:
-        """Return why a get of `key` would miss now; None when it would hit. As `explain`
+    def explain_key(self, key: str | bytes) -> Explanation:
+        """Return whether a get of `key` would hit now, and why not: `first_missing`, as `explain`
         otherwise."""
-        raw_key = self._value_key(key)
-        if self._found((raw_key,)) != [None]:
-            return None
-        missing = self.session.why_missing(about_value(key, self.namespace))
+        raw_key, missing = self._value_key(key), None
+        with patient():
+            if self._found((raw_key,)) == [None]:
+                missing = self.session.why_missing(about_value(key, self.namespace))
         self._count_reason(missing)
-        return missing
+        name = key if isinstance(key, str) else key.decode(errors="backslashreplace")
+        return Explanation(possible_tokens=0, hit_tokens=0, first_missing=missing, key=name)
 
-    def _count_reason(self, missing: Missing) -> None:
+    def _count_reason(self, missing: Missing | None) -> None:
+        if missing is None:
+            return
         name = missing.reason.value
         self._explained[name] = self._explained.get(name, 0) + 1
         log.info("%s", missing)
@@ -392,7 +430,7 @@ class Client:
     def ping(self) -> None:
         """Return when Redis answers, and lets this client look blocks up.
 
-        Raises `IndexUnavailableError` otherwise, within `Limits.redis_timeout_s`.
+        Raises `IndexUnavailableError` otherwise, within twice `PATIENT_TIMEOUT_S`.
         """
         self._check_open()
         ask_index(self.session.index)
@@ -462,7 +500,7 @@ class Client:
         (raw_key,) = self.namespace.value_keys((key,))
         return raw_key
 
-    def _block_keys(self, tokens: Sequence[int]) -> list[Key]:
+    def _block_keys(self, tokens: Tokens) -> list[Key]:
         self._check_open()
         return self.namespace.block_keys(tokens, self.block_tokens)
 

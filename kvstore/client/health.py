@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvstore.errors import IndexDeadlineError, IndexUnavailableError
-from kvstore.index.base import Index
+from kvstore.errors import IndexUnavailableError
+from kvstore.index.base import Index, patient
 from kvstore.index.outage import GuardedIndex
 from kvstore.limits import INDEX_LOOKED_AFTER_EVERY_S, INDEX_WARNED_EVERY_S
 from kvstore.machine import REAL, Clock
@@ -15,8 +15,6 @@ from kvstore.types import KEY_BYTES
 
 log = logging.getLogger("kvstore.client")
 
-ASKED_AGAIN_MAX = 2
-"""Questions after one that was answered late."""
 NO_KEY = bytes(KEY_BYTES)
 """The key of no block: asking for it needs the rights that a lookup needs."""
 
@@ -48,9 +46,13 @@ class Health:
 
 
 def ask_index(index: Index) -> None:
-    """One round trip with the rights of a lookup. Raises `IndexUnavailableError`."""
-    index.ping()
-    index.lookup([NO_KEY])
+    """Ask with the rights of a lookup, behind the breakers, and with patience: an index that is
+    slow for a moment must not be taken for away. Raises `IndexUnavailableError`."""
+    if isinstance(index, GuardedIndex):
+        index = index.index
+    with patient():
+        index.ping()
+        index.lookup([NO_KEY])
 
 
 class IndexWatch:
@@ -75,26 +77,13 @@ class IndexWatch:
             return
         self._look_at = now + INDEX_LOOKED_AFTER_EVERY_S
         try:
-            self._ask()
+            ask_index(self._index)
         except IndexUnavailableError as e:
             self.failed(e)
             return
         if self._failing:
             self._failing, self._warn_at = False, 0.0
             log.info("the index answers again")
-
-    def _ask(self) -> None:
-        """Behind the breakers, and again when it was late: nobody waits for this, and an index
-        that is slow for a moment must be taken for away by nobody who asks for more."""
-        index = self._index.index if isinstance(self._index, GuardedIndex) else self._index
-        for left in range(ASKED_AGAIN_MAX, -1, -1):
-            try:
-                ask_index(index)
-            except IndexDeadlineError:
-                if not left:
-                    raise
-            else:
-                return
 
     def failed(self, error: IndexUnavailableError) -> None:
         """Warn of `error`, at most once every `INDEX_WARNED_EVERY_S`."""

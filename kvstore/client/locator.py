@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvstore.batches import in_batches
+from kvstore.client.arguments import Uncopied
 from kvstore.client.missing.explanation import MissReason, reason_of
 from kvstore.client.remote.node_directory import NodeDirectory
 from kvstore.compiled.key_set import split_keys
@@ -20,7 +20,7 @@ from kvstore.record import RecordSigner, node_start_of, unpack_record
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.transport.select import TRANSPORTS
-from kvstore.types import Key
+from kvstore.types import Key, StrPath
 
 
 class Holder(NamedTuple):
@@ -71,7 +71,7 @@ class HolderRuns(list[HolderRun]):
         return sum(run.blocks for run in self)
 
 
-class Locator:
+class Locator(Uncopied):
     """Tells which nodes hold the leading blocks of a prompt. Thread-safe.
 
     Needs the index and nothing else: no node on this host, no shared memory. What
@@ -83,7 +83,7 @@ class Locator:
         url: str | None = None,
         *,
         key_prefix: str = "kv:default",
-        run_dir: Path | None = None,
+        run_dir: StrPath | None = None,
         limits: Limits | None = None,
         signing_key: str | bytes | None = None,
     ) -> None:

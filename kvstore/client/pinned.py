@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
+from kvstore.client.arguments import Uncopied
 from kvstore.client.base import BlockRef
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.pins import Memory, Pin
@@ -28,7 +29,21 @@ class TokenMatch(NamedTuple):
     found: list[BlockRef]
 
 
-class Pinned:
+class NotPinned:
+    """What `pin` returns for a miss: it is false, and its `with` gives None."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to let go."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Pinned(Uncopied):
     """A value in place, read-only: it is not evicted, nor its memory used for another.
 
     The pin ends with `close`, the `with` or this object, and with everything made of it:
@@ -45,6 +60,9 @@ class Pinned:
         self._waits = True
         self._kind = place.kind
         self._size_bytes = len(place.data)
+
+    def __bool__(self) -> Literal[True]:
+        return True
 
     @property
     def buffer(self) -> memoryview:

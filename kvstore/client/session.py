@@ -34,11 +34,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Literal, cast
 
 from kvstore.client import arguments, savers
-from kvstore.client.arguments import tenant_id, whole
+from kvstore.client.arguments import Uncopied, tenant_id, whole
 from kvstore.client.base import (
     AnyReservation,
     BlockRef,
@@ -58,7 +57,7 @@ from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.embedded_node import start_embedded_node
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.reaper import Reaper
+from kvstore.client.local.reaper import EVERY_S, Reaper
 from kvstore.client.missing.explain import Explainer
 from kvstore.client.missing.explanation import Missing
 from kvstore.client.missing.readability import Reach, Readability
@@ -92,7 +91,7 @@ from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.select import SHM, TRANSPORTS, allowed
 from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Key, PutResult, Retained, Tier
+from kvstore.types import Key, PutResult, Retained, StrPath, Tier
 
 Verify = Literal["never", "always"]
 
@@ -108,7 +107,7 @@ def _mapping(shm: AttachedShm | UnmappedShm | None, *, writable: bool) -> list[P
     return [PoolMapping(memory, LOCK_PART_BYTES, writable, block.node_id, block.epoch)]
 
 
-class BlockSession:
+class BlockSession(Uncopied):
     """Implements `kvstore.client.base.HostBlockStore`. Lookups are lazy: nothing is contacted yet.
 
     `url` is a Redis URL (see docs/decisions/0003); None takes KVSTORE_URL, else the
@@ -126,7 +125,8 @@ class BlockSession:
     its VRAM (`open_vram`). With a `nixl_device`, what comes from other hosts by RDMA may
     arrive in memory of that device (`views_on_device`). `patient` is for calls from threads
     that may wait: the answer of a node of this host that gets no processor is waited for
-    beyond `request_timeout_s`, up to `FIRST_ANSWER_WAIT_S`.
+    beyond `request_timeout_s`, up to `FIRST_ANSWER_WAIT_S`. With `waits_first` the first call that
+    needs the index may take `PATIENT_TIMEOUT_S`; without, another thread makes the first contact.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class BlockSession:
         *,
         key_prefix: str = "kv:default",
         node: str | None = None,
-        run_dir: Path | None = None,
+        run_dir: StrPath | None = None,
         verify: Verify = "never",
         signing_key: str | bytes | None = None,
         limits: Limits | None = None,
@@ -146,6 +146,7 @@ class BlockSession:
         sees_vram: Callable[[int, int], bool] | None = None,
         nixl_device: CudaDevice | None = None,
         patient: bool = False,
+        waits_first: bool = False,
         machine: Machine = REAL,
     ) -> None:
         # Longer than other functions: it makes the parts, each from those before it.
@@ -159,6 +160,7 @@ class BlockSession:
             limits=limits,
             transports=transports,
             security=security,
+            waits_first=waits_first,
         )
         self.machine = machine
         self._now = machine.monotonic
@@ -167,6 +169,7 @@ class BlockSession:
         self.run_dir = default_run_dir(run_dir)
         self.verify = verify
         self.key_prefix = key_prefix
+        self._waits_first = waits_first
         self._opened: OpenedIndex = self._open_index(url)
         self.index: Index = self._opened.index
         self.url: str = self._opened.url
@@ -246,11 +249,15 @@ class BlockSession:
 
     def _open_index(self, url: str | None) -> OpenedIndex:
         return open_guarded(
-            url, key_prefix=self.key_prefix, run_dir=self.run_dir, limits=self.limits
+            url,
+            key_prefix=self.key_prefix,
+            run_dir=self.run_dir,
+            limits=self.limits,
+            waits_first=self._waits_first,
         )
 
     def _new_reaper(self) -> Reaper:
-        return Reaper(self._look_after)
+        return Reaper(self._look_after, EVERY_S if self._waits_first else 0.0)
 
     def _vram_nodes(
         self, key_prefix: str, device: CudaDevice | None, seen: Callable[[int, int], bool] | None
@@ -423,9 +430,9 @@ class BlockSession:
     def unpin(self, found: Sequence[BlockRef]) -> None:
         self.writer.unpin_many([(f.key, f.record) for f in found])
 
-    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
-        whole("ttl_s", ttl_s, 0, RETAINED_S_MAX)
-        return self.writer.retain(keys, ttl_s, tenant_id(tenant)) if keys else []
+    def retain(self, keys: Sequence[Key], for_s: int, tenant: str = "") -> list[Retained]:
+        whole("for_s", for_s, 0, RETAINED_S_MAX)
+        return self.writer.retain(keys, for_s, tenant_id(tenant)) if keys else []
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:
         return drop_everywhere(self.reader, self.writer, self.remote, keys) if keys else []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvstore.limits import PATIENT_TIMEOUT_S
 from kvstore.types import Key
 
 Record = bytes
@@ -24,6 +27,28 @@ class KeyRecord(NamedTuple):
 
 KeyedRecord = tuple[Key, Record]
 """What a `KeyRecord` is; a batch may have plain ones."""
+
+
+class _Patience(threading.local):
+    timeout_s = 0.0
+
+
+_patience = _Patience()
+
+
+@contextmanager
+def patient(timeout_s: float = PATIENT_TIMEOUT_S) -> Iterator[None]:
+    """This thread's calls in here may take `timeout_s` where an index's own deadline is shorter."""
+    before, _patience.timeout_s = _patience.timeout_s, timeout_s
+    try:
+        yield
+    finally:
+        _patience.timeout_s = before
+
+
+def allowed_s(timeout_s: float) -> float:
+    """Return what a call may take now whose own deadline is `timeout_s`."""
+    return max(timeout_s, _patience.timeout_s)
 
 
 @runtime_checkable

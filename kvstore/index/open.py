@@ -33,8 +33,16 @@ class OpenedIndex:
             self._embedded.close()
 
 
-def open_guarded(url: str | None, *, key_prefix: str, run_dir: Path, limits: Limits) -> OpenedIndex:
-    """Open `url`, else KVSTORE_URL, else the embedded Redis of `run_dir`.
+def open_guarded(
+    url: str | None,
+    *,
+    key_prefix: str,
+    run_dir: Path,
+    limits: Limits,
+    waits_first: bool = True,
+) -> OpenedIndex:
+    """Open `url`, else KVSTORE_URL, else the embedded Redis of `run_dir`. `waits_first` is that of
+    `GuardedIndex`.
 
     A named server need not be up: calls then raise `IndexUnavailableError`. Raises
     `UsageError` for a bad URL and what `EmbeddedRedis.acquire` raises.
@@ -53,4 +61,4 @@ def open_guarded(url: str | None, *, key_prefix: str, run_dir: Path, limits: Lim
         if embedded is not None:
             embedded.close()
         raise
-    return OpenedIndex(GuardedIndex(index), where, embedded)
+    return OpenedIndex(GuardedIndex(index, waits_first=waits_first), where, embedded)

@@ -34,7 +34,7 @@ from kvstore.errors import (
     IndexUnavailableError,
     KVStoreError,
 )
-from kvstore.index.base import Index, KeyedRecord, KeyRecord, Place, Record
+from kvstore.index.base import Index, KeyedRecord, KeyRecord, Place, Record, patient
 from kvstore.machine import REAL, Machine
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
@@ -101,10 +101,12 @@ class GuardedIndex:
         failures_max: int = 3,
         retry_after_s: float = 0.05,
         retry_after_max_s: float = 5.0,
+        waits_first: bool = False,
         machine: Machine = REAL,
     ) -> None:
         """A side opens after `failures_max` failures in a row, or one time-out; pauses between
-        pings grow from `retry_after_s` to `retry_after_max_s` (seconds)."""
+        pings grow from `retry_after_s` to `retry_after_max_s` (seconds). Pings may take
+        `PATIENT_TIMEOUT_S`, and with `waits_first` all calls until one has ended."""
 
         def side() -> _Side:
             return _Side(
@@ -116,6 +118,7 @@ class GuardedIndex:
             )
 
         self._index = index
+        self._waits = waits_first
         self._machine = machine
         self._now = machine.monotonic
         self._closed = machine.event()
@@ -180,6 +183,15 @@ class GuardedIndex:
         self._index.close()
 
     def _call(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not self._waits:
+            return self._ask(side, call, *args, **kwargs)
+        try:
+            with patient():
+                return self._ask(side, call, *args, **kwargs)
+        finally:
+            self._waits = False
+
+    def _ask(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if side.open:
             side.refused += 1
             self._probe()
@@ -261,7 +273,8 @@ class GuardedIndex:
     def _ping_failure(self) -> IndexUnavailableError | None:
         """Why the index does not answer a ping; None when it does."""
         try:
-            self._index.ping()
+            with patient():
+                self._index.ping()
         except IndexUnavailableError as e:
             return _without_frames(e)
         except Exception as e:  # whatever it is, this thread must live on, or the side stays open

@@ -21,7 +21,6 @@ NO_THREAD = (
     "a container's pids limit)"
 )
 R = TypeVar("R")
-_Calls = queue.SimpleQueue[Callable[[], None] | None]
 
 
 def interpreter_ends(error: RuntimeError) -> bool:
@@ -32,8 +31,7 @@ def interpreter_ends(error: RuntimeError) -> bool:
 
 class DaemonThreads:
     """Runs calls in their order on at most `threads_max` threads, each started when no other is
-    free. They end after `close`, or when nobody has this any more, and no process waits for them.
-    Thread-safe."""
+    free. They end after `close`, or when nobody has this any more. Thread-safe."""
 
     def __init__(self, threads_max: int, name: str) -> None:
         self._threads_max, self._name = threads_max, name
@@ -43,7 +41,7 @@ class DaemonThreads:
     def after_fork_in_child(self) -> None:
         """Begin anew: threads do not come along."""
         self._lock = threading.RLock()
-        self._calls: _Calls = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._started = 0
         self._closed = False
@@ -51,11 +49,8 @@ class DaemonThreads:
 
     def submit(self, call: Callable[[], R]) -> Future[R]:
         """Run `call` on a thread; in the caller's, before this returns, where there is none because
-        the interpreter ends.
-
-        Raises `PeerError` after `close` and where the host gives not even the first thread; `call`
-        never runs then.
-        """
+        the interpreter ends. Raises `PeerError` after `close` and where the host gives not even the
+        first thread; `call` never runs then."""
         future: Future[R] = Future()
 
         def run() -> None:
@@ -68,29 +63,25 @@ class DaemonThreads:
         with self._lock:
             if self._closed:
                 raise PeerError(f"{self._name}: no call is taken after the close")
-            here = not self._has_thread()
-            if not here:
+            if self._free.empty() and self._started < self._threads_max:
+                self._start_one()
+            elif not self._free.empty():
+                self._free.get()
+            if self._started:
                 self._calls.put(run)
-        if here:
-            run()
+                return future
+        run()
         return future
 
-    def _has_thread(self) -> bool:
-        """Return whether a thread will take the next call; start one for it if none is free."""
+    def _start_one(self) -> None:
+        """Raises `PeerError` where there is no thread, and will be when the host has some again."""
+        queues = self._calls, self._free
         try:
-            self._free.get_nowait()
-        except queue.Empty:
-            if self._started < self._threads_max:
-                work, queues = _work, (self._calls, self._free)
-                thread = threading.Thread(target=work, args=queues, name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as e:
-                    if not self._started and not interpreter_ends(e):
-                        raise PeerError(NO_THREAD) from e
-                else:
-                    self._started += 1
-        return self._started > 0
+            threading.Thread(target=_work, args=queues, name=self._name, daemon=True).start()
+            self._started += 1
+        except RuntimeError as e:
+            if not self._started and not interpreter_ends(e):
+                raise PeerError(NO_THREAD) from e
 
     def close(self) -> None:
         """Take no more calls; those that were taken are done."""
@@ -98,7 +89,9 @@ class DaemonThreads:
         self._calls.put(None)
 
 
-def _work(calls: _Calls, free: queue.SimpleQueue[None]) -> None:
+def _work(
+    calls: queue.SimpleQueue[Callable[[], None] | None], free: queue.SimpleQueue[None]
+) -> None:
     """Run until the end is in the queue, which is left there for the other threads."""
     while (run := calls.get()) is not None:
         run()

@@ -270,17 +270,17 @@ class MemoryBlockStore:
                 ):
                     slot.pins -= 1
 
-    def retain(self, keys: Sequence[Key], ttl_s: int, tenant: str = "") -> list[Retained]:
+    def retain(self, keys: Sequence[Key], for_s: int, tenant: str = "") -> list[Retained]:
         """See `BlockStore.retain`. There are no budgets here, and no time passes."""
-        whole("ttl_s", ttl_s, 0, RETAINED_S_MAX)
+        whole("for_s", for_s, 0, RETAINED_S_MAX)
         tenant_id(tenant)
         self._need_node()
         with self._lock:
             there = [key for key in keys if self._sealed_slot(key) is not None]
             for key in there:
                 self.retained.pop(key, None)
-                if ttl_s:
-                    self.retained[key] = (ttl_s, tenant)
+                if for_s:
+                    self.retained[key] = (for_s, tenant)
         return [Retained.YES if key in there else Retained.ABSENT for key in keys]
 
     def drop(self, keys: Sequence[Key]) -> list[bool]:

@@ -91,8 +91,8 @@ def test_a_cancelled_read_leaves_the_callers_memory_alone(node, monkeypatch, cal
             buffer = bytearray(2 * MIB)
             gate = GatedReader(monkeypatch) if together else Gate(reader, monkeypatch)
             reads = {
-                "get": lambda: c.get("k", buffer),
-                "get_many": lambda: c.get_many(["k"], [buffer]),
+                "get": lambda: c.get("k", out=buffer),
+                "get_many": lambda: c.get_many(["k"], out=[buffer]),
                 "get_blocks": lambda: c.get_blocks(range(256), [buffer]),
             }
             await still(asyncio.ensure_future(reads[call]()), gate)
@@ -160,8 +160,8 @@ def test_reads_of_another_host_that_are_cancelled_write_into_nothing_later(far, 
             buffer = bytearray(4 * MIB)
             for i in range(30):
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(c.get("a", buffer), 0.0005 * (i % 3) + 1e-6)
-                assert await c.get("b", buffer) is not None
+                    await asyncio.wait_for(c.get("a", out=buffer), 0.0005 * (i % 3) + 1e-6)
+                assert await c.get("b", out=buffer) is not None
                 await asyncio.sleep(0.003)
                 assert buffer == values["b"]
 

@@ -100,7 +100,7 @@ def test_a_client_names_it_in_what_it_answers(peer: Peer) -> None:
         assert SAID in result.reason
         assert client.health().nodes == {"b": SAID}
         assert not client.health()
-        missing = client.explain_key("k")
+        missing = client.explain_key("k").first_missing
         assert missing is not None
         assert SAID in missing.detail
         assert client.get("k") is None
@@ -147,7 +147,7 @@ def test_a_block_in_it_is_out_of_reach_not_in_a_dead_node(
     assert ran.stdout == "stored\n", ran.stderr
     with Client(**peer.options) as client:
         assert client.get("k") is None
-        missing = client.explain_key("k")
+        missing = client.explain_key("k").first_missing
         assert missing is not None
         assert missing.reason is MissReason.OUT_OF_REACH
         assert SAID in missing.detail

@@ -72,7 +72,9 @@ class FakeValues:
             out[: len(value)].copy_(value)
             return out[: len(value)]
 
-    def get_many(self, keys: Sequence[str | bytes], out: Sequence[Any] | None = None) -> list[Any]:
+    def get_many(
+        self, keys: Sequence[str | bytes], *, out: Sequence[Any] | None = None
+    ) -> list[Any]:
         return [self.get(key, None if out is None else out[i]) for i, key in enumerate(keys)]
 
     def pin(self, key: str | bytes) -> FakePin | None:

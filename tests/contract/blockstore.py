@@ -127,14 +127,14 @@ class BlockStoreContract:
         assert store.drop([]) == []
 
     @pytest.mark.parametrize(
-        ("ttl_s", "tenant", "field"),
-        [(-1, "", "ttl_s"), (1 << 40, "", "ttl_s"), (1.5, "", "ttl_s"), (1, "x" * 300, "tenant")],
+        ("for_s", "tenant", "field"),
+        [(-1, "", "for_s"), (1 << 40, "", "for_s"), (1.5, "", "for_s"), (1, "x" * 300, "tenant")],
     )
     def test_a_wish_that_cannot_be_one_names_its_field(
-        self, store: BlockStore, ttl_s: int, tenant: str, field: str
+        self, store: BlockStore, for_s: int, tenant: str, field: str
     ) -> None:
         with pytest.raises(UsageError, match=field):
-            store.retain(keys(1), ttl_s, tenant)
+            store.retain(keys(1), for_s, tenant)
 
     def test_match_is_the_longest_leading_run(self, store: BlockStore) -> None:
         a, b, c, d = keys(4)

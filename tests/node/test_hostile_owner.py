@@ -82,7 +82,7 @@ class Round:
         for i, name in enumerate(names):
             self.saw(self.timed(lambda: client.get(name)), content(i))
         outs = [bytearray(len(content(i))) for i in range(8)]
-        for i, got in enumerate(self.timed(lambda: client.get_many(names, outs)) or ()):
+        for i, got in enumerate(self.timed(lambda: client.get_many(names, out=outs)) or ()):
             self.saw(got, content(i))
         for staging in (None, memoryview(bytearray(2 << 20))):
             for i, got in enumerate(self.timed(lambda: self.views(staging)) or ()):

@@ -102,8 +102,8 @@ class Retainer:
                 why = f" ({e})"
         self._count(results)
         said = ", ".join(f"{count} {result}" for result, count in results.items())
-        ttl_s = asked.wish.ttl_s
-        what = f"retained for {ttl_s} s" if ttl_s else "released"
+        for_s = asked.wish.for_s
+        what = f"retained for {for_s} s" if for_s else "released"
         self._note(asked.request_id, f"{what}: {said}{why}")
 
     def _count(self, results: dict[str, int]) -> None:

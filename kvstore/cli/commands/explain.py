@@ -73,12 +73,13 @@ def run(args: argparse.Namespace) -> int:
             explanation = client.explain(tokens)
             print(as_json(explanation.as_dict()) if args.json else explanation)
             return 0
-        missing = client.explain_key(args.key)
+        explanation = client.explain_key(args.key)
+    missing = explanation.first_missing
     if args.json:
         found = None if missing is None else missing_as_dict(missing)
         print(as_json({"key": args.key, "hit": missing is None, "missing": found}))
     else:
-        print(f"{args.key}: {'hit' if missing is None else missing}")
+        print(explanation)
     return 0
 
 

@@ -16,7 +16,8 @@ class Reaper:
     """Does `job`, a method, every `EVERY_S` from `start` to `close`; an owner that was dropped
     without a `close` is not kept alive by it."""
 
-    def __init__(self, job: Callable[[], None]) -> None:
+    def __init__(self, job: Callable[[], None], first_after_s: float = EVERY_S) -> None:
+        self._pause_s = first_after_s
         self._job = weakref.WeakMethod(job)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -34,7 +35,8 @@ class Reaper:
                     self._thread = thread
 
     def _run(self) -> None:
-        while not self._closed.wait(EVERY_S):
+        while not self._closed.wait(self._pause_s):
+            self._pause_s = EVERY_S
             job = self._job()
             if job is None:
                 return

@@ -134,8 +134,17 @@ class Explanation:
     request_id: str = ""
     events: tuple[str, ...] = ()
     """What happened to the request, the last of it, in order."""
+    key: str = ""
+    """Whose value it is about, which has no tokens; empty when it is about tokens."""
+
+    @property
+    def reason(self) -> MissReason | None:
+        """Why the first missing block is missing; None for a hit."""
+        return None if self.first_missing is None else self.first_missing.reason
 
     def __str__(self) -> str:
+        if self.key:
+            return f"{self.key}: {self.first_missing or 'hit'}"
         whose = f"request {self.request_id}: " if self.request_id else ""
         local = f", {self.local_tokens} more were in the engine" if self.local_tokens else ""
         line = f"{whose}{self.hit_tokens} of {self.possible_tokens} tokens hit{local}"

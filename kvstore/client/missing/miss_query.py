@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvstore.client.base import MissQuery
 from kvstore.client.missing.explanation import FieldDifference
 from kvstore.keys import Namespace
-from kvstore.types import Key
+from kvstore.types import Key, Tokens
 
 BLOCK_TOKENS_TRIED = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Block sizes that are looked for beside the client's own."""
@@ -19,7 +17,7 @@ def about_value(key: str | bytes, namespace: Namespace) -> MissQuery:
 
 
 def about_block(
-    block: int, key: Key, tokens: Sequence[int], namespace: Namespace, block_tokens: int
+    block: int, key: Key, tokens: Tokens, namespace: Namespace, block_tokens: int
 ) -> MissQuery:
     """Return why block number `block` of `tokens`, which is kept under `key`, misses.
 

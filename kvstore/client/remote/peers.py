@@ -16,17 +16,14 @@ from kvstore.client.vram.nodes import VramNodes
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
 from kvstore.index.base import Index
-from kvstore.limits import (
-    STREAM_NODES_AT_ONCE,
-    STREAM_SLOW_BYTES_PER_S,
-)
+from kvstore.limits import STREAM_NODES_AT_ONCE, STREAM_SLOW_BYTES_PER_S
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.record import RecordSigner
 from kvstore.segment.layout import Layout
 from kvstore.system.fork import in_each_child
-from kvstore.system.threads import interpreter_ends
+from kvstore.system.threads import DaemonThreads, interpreter_ends
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.nixl.transport import NixlTransport
@@ -63,6 +60,9 @@ class Peers:
     """Keeps the ways to nodes of other hosts. Thread-safe. Never raises for a peer's fault: a node
     that cannot be reached is None."""
 
+    _count_names: tuple[str, ...] = ()
+    """Names of `counts`."""
+
     def __init__(
         self,
         index: Index,
@@ -90,6 +90,9 @@ class Peers:
         self.directory = NodeDirectory(index, self._offered, signer, machine=machine)
         self._asking = 0
         """Threads that ask a node whether it is there."""
+        self._threads = DaemonThreads(STREAM_NODES_AT_ONCE, "kvstore-remote")
+        """For what is asked of several nodes at once."""
+        self.counts = dict.fromkeys(self._count_names, 0)
         in_each_child(self)
 
     # --- who is there -------------------------------------------------------
@@ -375,6 +378,7 @@ class Peers:
     def close(self) -> None:
         with self._lock:
             self._silenced = None  # whoever still waits for an answer writes nothing any more
+        self._threads.close()
         if self._nixl is not None:
             self._nixl.close()
         self.stream.close()

@@ -8,31 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 
 from kvstore.batches import in_batches
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.remote.peers import HURRIED_SHARE, PROBE_TIMEOUT_S, Peers
 from kvstore.client.remote.shares import by_node, connections_per_read, in_shares
-from kvstore.client.remote.silenced import Silenced
-from kvstore.client.vram.nodes import VramNodes
-from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
-from kvstore.index.base import Index
-from kvstore.limits import (
-    STREAM_BATCH_BYTES_MAX,
-    STREAM_BLOCKS_MAX,
-    STREAM_NODES_AT_ONCE,
-    STREAM_SHARE_BYTES,
-)
-from kvstore.machine import REAL, Machine
+from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_SHARE_BYTES
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op, join_keys
-from kvstore.record import RecordSigner
-from kvstore.system.threads import DaemonThreads
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
 from kvstore.transport.nixl.transport import NAME as NIXL
 from kvstore.transport.stream.requests import look, tell
-from kvstore.transport.stream.security import StreamSecurity
 from kvstore.transport.stream.transport import CHECKSUM_REASON
 from kvstore.transport.stream.transport import NAME as STREAM
 from kvstore.types import Key, Location
@@ -51,38 +39,14 @@ class RemoteNodes(Peers):
     """Thread-safe. Never raises for a peer's fault: what a node has that cannot be reached is
     FAILED or a MISS."""
 
-    def __init__(
-        self,
-        index: Index,
-        allowed: Sequence[str],
-        security: StreamSecurity,
-        timeout_s: float,
-        vram: VramNodes | None = None,
-        signer: RecordSigner | None = None,
-        silenced: Silenced | None = None,
-        *,
-        nixl_device: CudaDevice | None = None,
-        machine: Machine = REAL,
-    ) -> None:
-        """As `Peers`."""
-        self._threads = DaemonThreads(STREAM_NODES_AT_ONCE, "kvstore-remote")
-        self.counts = {
-            f"{way}_{what}": 0
+    _count_names = (
+        *(
+            f"{way}_{what}"
             for way in (STREAM, NIXL)
             for what in ("hits", "bytes", "misses", "failed", "checksum")
-        }
-        self.counts |= {f"{NIXL_TO_VRAM}_{what}": 0 for what in ("hits", "bytes")}
-        super().__init__(
-            index,
-            allowed,
-            security,
-            timeout_s,
-            vram,
-            signer,
-            silenced,
-            nixl_device=nixl_device,
-            machine=machine,
-        )
+        ),
+        *(f"{NIXL_TO_VRAM}_{what}" for what in ("hits", "bytes")),
+    )
 
     def _ways(self, announcement: Announcement) -> list[tuple[str, Transport]]:
         """How to read from it, best first. NIXL only when it is ready, or all there is."""
@@ -161,20 +125,15 @@ class RemoteNodes(Peers):
         """Call `work` with each of `parts`, all at the same time. What runs in there makes no parts
         of its own: it would hold one of the threads that these wait for."""
         first, *others = parts
-        pending = [task for which in others if (task := self._start(work, which)) is not None]
+        pending: list[Future[None]] = []
         try:
+            with suppress(PeerError):  # the host gives no thread: what is left is not read
+                pending.extend(self._threads.submit(partial(work, which)) for which in others)
             work(first)
         finally:
             wait(pending)  # also when it was interrupted: they write into the caller's memory
         for future in pending:
             future.result()
-
-    def _start(self, read: Callable[[list[int]], None], which: list[int]) -> Future[None] | None:
-        """Read in another thread; None, and it never will be, when there is none to be had."""
-        try:
-            return self._threads.submit(lambda: read(which))
-        except PeerError:
-            return None
 
     def _in_shares(
         self, parts: Sequence[list[int]], wanted: Sequence[Wanted], deadline: float
@@ -348,10 +307,6 @@ class RemoteNodes(Peers):
                     counts[f"{way}_misses"] += 1
                     counts[f"{way}_checksum"] += outcome.reason == CHECKSUM_REASON
         return outcomes
-
-    def close(self) -> None:
-        super().close()
-        self._threads.close()
 
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:

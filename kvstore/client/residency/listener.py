@@ -16,6 +16,7 @@ from contextlib import suppress
 from types import ModuleType, TracebackType
 from typing import Any, Self, TypeAlias
 
+from kvstore.client.arguments import Uncopied
 from kvstore.client.locator import Holder, HolderRun, HolderRuns, Holders
 from kvstore.client.missing.explanation import MissReason
 from kvstore.client.residency.view import NodeView, message_of
@@ -40,7 +41,7 @@ AT_ONCE = 64
 """Messages of one node that are read before it is another's turn."""
 
 
-class Residency:
+class Residency(Uncopied):
     """Which blocks are on which nodes, as these say themselves. Thread-safe.
 
     What it says is a hint (rule 7), milliseconds old; of a node that is silent for

@@ -98,10 +98,6 @@ class ValueSaver:
             no_node = str(e)
         return self._save_remotely(keys, payloads, no_node)
 
-    def delete(self, key: Key) -> bool:
-        """As `Client.delete`."""
-        return self._session.drop([key])[0]
-
     def _drop_each(self, there: Mapping[Key, Location | None]) -> dict[Key, PutResult]:
         """Return why it could not be done, of those that could not be dropped where they are."""
         undropped: dict[Key, PutResult] = {}
@@ -112,7 +108,7 @@ class ValueSaver:
             began = self._now()
             try:
                 if location is None:
-                    self.delete(key)
+                    self._session.drop([key])
                 else:
                     self._reader.forget(key)
                     part_s = max(left_s / max(len(nodes), 1), min(left_s, DROP_PART_S_MIN))

@@ -16,6 +16,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
 from kvstore.circuit_breaker import Breaker, BreakerState
 from kvstore.errors import IndexBreakerOpenError, IndexDeadlineError, IndexUnavailableError
+from kvstore.index.base import allowed_s
 from kvstore.index.redis.connection import (
     FAILURES,
     ErrorReply,
@@ -77,7 +78,7 @@ class ClusterRoute:
         self._judging = threading.RLock()
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:
-        deadline = monotonic() + self._timeout_s
+        deadline = monotonic() + allowed_s(self._timeout_s)
         replies: list[Reply] = [None] * len(requests)
         todo = list(range(len(requests)))
         for _ in range(CLUSTER_ATTEMPTS_MAX):
@@ -92,10 +93,10 @@ class ClusterRoute:
         return self.run(list(requests))
 
     def links_for(self, slot: int) -> Links:
-        return self._links_of(slot, monotonic() + self._timeout_s)
+        return self._links_of(slot, monotonic() + allowed_s(self._timeout_s))
 
     def shards(self) -> list[Shard]:
-        self._slot_map(monotonic() + self._timeout_s)
+        self._slot_map(monotonic() + allowed_s(self._timeout_s))
         return [shard for _, shard in sorted(self._shards.items())]
 
     def mistaken(self) -> None:
@@ -139,7 +140,7 @@ class ClusterRoute:
     def ask_all(
         self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
     ) -> list[list[Reply]]:
-        deadline = monotonic() + self._timeout_s
+        deadline = monotonic() + allowed_s(self._timeout_s)
         shards = self.shards()
         wanted = {shard.links: (request(shard), replies) for shard in shards}
         answers = self._ask(wanted, deadline, even_if_away=even_if_away)

@@ -22,6 +22,7 @@ from redis.connection import AbstractConnection
 from redis.exceptions import RedisError
 
 from kvstore.errors import IndexDeadlineError, IndexRefusedError, IndexUnavailableError
+from kvstore.index.base import allowed_s
 from kvstore.system.fork import in_each_child
 
 READ_BYTES = 64 << 10
@@ -165,12 +166,13 @@ class Link:
         fresh = sock is None
         if sock is None:
             sock = self._ready(deadline)
-        # Who has waited for a connection has less than its socket waits for.
-        late = deadline - monotonic() < self._timeout_s * (1 - SPARE_SHARE)
-        if late:
+        # Who has waited for a connection has less than its socket waits for; who is patient, more.
+        left_s = deadline - monotonic()
+        other = not self._timeout_s * (1 - SPARE_SHARE) <= left_s <= self._timeout_s
+        if other:
             sock.settimeout(_left(deadline))
         sock.sendall(request)
-        hurried = fresh or late or len(request) > WRITE_AT_ONCE_BYTES
+        hurried = fresh or other or len(request) > WRITE_AT_ONCE_BYTES
         return self._replies(replies, deadline, hurried=hurried)
 
     def _replies(self, count: int, deadline: float, *, hurried: bool) -> list[Reply]:
@@ -259,7 +261,7 @@ class Links:
         (`monotonic`; `timeout_s` from now if None).
         """
         if deadline is None:
-            deadline = monotonic() + self.timeout_s
+            deadline = monotonic() + allowed_s(self.timeout_s)
         link = self.take(deadline)
         try:
             return link.run(request, replies, deadline)
@@ -270,7 +272,7 @@ class Links:
 
     def run_each(self, requests: Iterator[bytes]) -> list[Reply]:
         """As `run` within `timeout_s`, for requests of one reply each, sent as they are made."""
-        deadline = monotonic() + self.timeout_s
+        deadline = monotonic() + allowed_s(self.timeout_s)
         link = self.take(deadline)
         try:
             return link.run_each(requests, deadline)
@@ -308,7 +310,7 @@ class Links:
                         if left <= 0:
                             raise IndexDeadlineError(
                                 f"Redis at {self.label}: all {self._links_max} connections "
-                                f"were in use for {self.timeout_s * 1e3:.0f} ms"
+                                f"were in use for {allowed_s(self.timeout_s) * 1e3:.0f} ms"
                             ) from None
                         self._returned.wait(left)
             finally:
@@ -347,7 +349,8 @@ class Links:
             return refused(self.label, error)
         if isinstance(error, (TimeoutError, redis.exceptions.TimeoutError)):
             return IndexDeadlineError(
-                f"Redis at {self.label} did not answer within {self.timeout_s * 1e3:.0f} ms"
+                f"Redis at {self.label} did not answer within "
+                f"{allowed_s(self.timeout_s) * 1e3:.0f} ms"
             )
         if isinstance(error, hiredis.HiredisError):
             return IndexUnavailableError(f"Redis at {self.label} sent an invalid reply: {error}")

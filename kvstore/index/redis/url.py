@@ -119,7 +119,7 @@ def redacted(url: str) -> str:
 def parse_url(url: str) -> Target:
     """The target that `url` names; `UsageError` names the field that is wrong."""
     if not isinstance(url, str) or not url:
-        raise UsageError("url", url, "must be a URL such as redis://host:6379/0")
+        raise UsageError("url", type(url).__name__, "must be a URL such as redis://host:6379/0")
     try:
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))

@@ -26,6 +26,7 @@ from kvstore import AsyncClient, BlockSession, Client, Limits, Namespace
 from kvstore.cli import main as kvstore
 from kvstore.client.base import Reservation
 from kvstore.errors import PeerError, UsageError
+from kvstore.types import Value
 
 WRONG_BYTES = 3
 """Exit code of a worker that read what nobody saved."""
@@ -138,7 +139,7 @@ class _Worker:
     def _pause(self) -> None:
         time.sleep(self._rng.uniform(0, HOLD_S_MAX))
 
-    def _check(self, name: str, got: bytes | memoryview | None) -> None:
+    def _check(self, name: str, got: Value) -> None:
         self._counters[MISSES if got is None else HITS] += 1
         if got is not None and (len(got) not in sizes(name) or got != content(name, len(got))):
             os._exit(WRONG_BYTES)
@@ -159,7 +160,7 @@ class _Worker:
             pinned = self._client.pin(name)
         except UsageError:  # it is on another host
             return
-        if pinned is not None:
+        if pinned:
             with pinned:
                 self._check(name, pinned.buffer)
                 self._pause()

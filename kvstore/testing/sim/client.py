@@ -18,7 +18,7 @@ from kvstore.record import unpack_record
 from kvstore.testing.sim.models import memory
 from kvstore.testing.sim.scheduler import Actor, HandlerError, Process
 from kvstore.testing.sim.session import client_class
-from kvstore.types import Key, Location, PutResult, PutStatus
+from kvstore.types import Key, Location, PutResult, PutStatus, Value
 
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
@@ -282,7 +282,7 @@ class SimClient:
 
     # --- reading -------------------------------------------------------------------
 
-    def _read(self, key: Key, value: bytes | bytearray | memoryview | None) -> None:
+    def _read(self, key: Key, value: Value) -> None:
         if value is None:
             self.world.count("misses")
         else:
@@ -293,7 +293,7 @@ class SimClient:
         name = self.rng.choice(VALUES)
         key = self.real.namespace.value_key(name)
         out = bytearray(size_of(key)) if self.rng.random() < 0.8 else None
-        self._read(key, self.real.get(name, out))
+        self._read(key, self.real.get(name, out=out))
 
     def _get_many(self) -> None:
         names = self.rng.sample(VALUES, 3)
@@ -336,7 +336,7 @@ class SimClient:
         except UsageError:
             self.world.count("pins_refused")
             return
-        if pinned is None:
+        if not pinned:
             self.world.count("misses")
             return
         key = self.real.namespace.value_key(name)

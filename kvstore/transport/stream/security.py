@@ -14,6 +14,7 @@ from kvstore.config_file import read_config
 from kvstore.errors import UsageError
 from kvstore.secret import read_secret, secret, secret_file, secrets_in
 from kvstore.system.renewed import Renewed
+from kvstore.types import StrPath
 
 T = TypeVar("T")
 ENDS_SOON_S = 7 * 24 * 3600.0
@@ -29,20 +30,23 @@ class StreamSecurity:
 
     secret: bytes | None = field(default=None, repr=False)
     """Or two, a line each: the first is used, the second accepted from others too."""
-    secret_file: Path | None = None
+    secret_file: StrPath | None = None
     """Where it stands, to be read again when that changes, as the files below are."""
-    tls_ca: Path | None = None
+    tls_ca: StrPath | None = None
     """Who may have signed the other side's certificate; a client needs it for TLS. On a node it
     makes certificates of clients a must."""
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    tls_cert: StrPath | None = None
+    tls_key: StrPath | None = None
     _renewed: dict[str, Renewed[object]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes | None):
+            raise UsageError("secret", type(self.secret).__name__, "must be bytes")
         if self.secret is None and self.secret_file is not None:
-            object.__setattr__(self, "secret", read_secret("secret_file", self.secret_file).strip())
+            read = read_secret("secret_file", Path(self.secret_file))
+            object.__setattr__(self, "secret", read.strip())
         self.secrets()  # from here on what they were is kept where they cannot be read
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("tls_cert, tls_key", "one of them", "must be given both or neither")
@@ -65,9 +69,9 @@ class StreamSecurity:
 
     def secrets(self) -> tuple[bytes, ...]:
         """The secrets as they are now: what this end uses, then what it accepts too."""
-        file = self.secret_file
-        if file is None:
+        if self.secret_file is None:
             return secrets_in("secret", self.secret) if self.secret else ()
+        file = Path(self.secret_file)
 
         def read() -> tuple[bytes, ...]:
             return secrets_in("secret_file", read_secret("secret_file", file).strip())
@@ -85,7 +89,7 @@ class StreamSecurity:
         return None if self.tls_cert is None else self._context(ssl.Purpose.CLIENT_AUTH)
 
     def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
-        files = [path for path in (self.tls_ca, self.tls_cert, self.tls_key) if path]
+        files = [Path(path) for path in (self.tls_ca, self.tls_cert, self.tls_key) if path]
 
         def make() -> ssl.SSLContext:
             try:
@@ -112,7 +116,7 @@ class StreamSecurity:
         return [self.secret, self.secret_file, self.tls_ca, self.tls_cert, self.tls_key, {}]
 
 
-def ending(certificate: Path) -> str:
+def ending(certificate: StrPath) -> str:
     """When a certificate ends, if it has or does so within `ENDS_SOON_S`; empty otherwise, also
     where it cannot be read."""
     try:

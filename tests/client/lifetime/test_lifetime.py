@@ -26,7 +26,7 @@ def test_without_file_descriptors_what_is_mapped_is_read_and_the_rest_is_a_miss(
             assert client.get("k") == b"1" * 100_000
             client.session.writer.let_go()
         assert client.get("absent") is None
-        assert client.explain_key("absent") is not None
+        assert client.explain_key("absent").first_missing is not None
         assert client.put("j", b"2" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -71,7 +71,7 @@ def locks_of(root):
 
 def test_a_child_closes_its_client_whatever_locks_the_parents_threads_held(client):
     client.put("k", b"1")
-    assert client.explain_key("absent") is not None
+    assert client.explain_key("absent").first_missing is not None
     locks = locks_of(client)
     assert len(locks) >= 10
     held, done = threading.Event(), threading.Event()

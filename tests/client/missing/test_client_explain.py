@@ -69,8 +69,8 @@ def test_tokens_that_fill_no_block(node):
 def test_a_plain_value_is_explained_by_its_key(node):
     with fresh(node) as client:
         client.put("k", b"1")
-        assert client.explain_key("k") is None
-        missing = client.explain_key("other")
+        assert client.explain_key("k").first_missing is None
+        missing = client.explain_key("other").first_missing
         assert missing is not None
         assert missing.reason is MissReason.NEVER_STORED
 
@@ -113,7 +113,7 @@ def test_a_load_that_failed_because_the_slot_was_reused_is_counted(redis_server)
             client.put("other", os.urandom(900_000))
             assert reader.get("k") is None
             assert reader.stats()["missed"] == {"load-failed": 1}
-            missing = reader.explain_key("k")
+            missing = reader.explain_key("k").first_missing
             assert missing is not None
             assert missing.reason is MissReason.EVICTED
 
@@ -122,7 +122,7 @@ def test_deleted(node):
     with fresh(node) as client:
         client.put("k", b"1")
         client.delete("k")
-        missing = client.explain_key("k")
+        missing = client.explain_key("k").first_missing
         assert missing is not None
         assert (missing.reason, missing.node) == (MissReason.DELETED, "node")
 
@@ -198,7 +198,7 @@ def test_only_the_last_so_many_departures_are_remembered_and_it_says_how_far_bac
             client.put_many(dict.fromkeys("abc", b"1"))
             for name in "abc":
                 client.delete(name)
-            reasons = [client.explain_key(name) for name in "abc"]
+            reasons = [client.explain_key(name).first_missing for name in "abc"]
             assert [m and m.reason for m in reasons] == [
                 MissReason.NEVER_STORED,
                 MissReason.DELETED,
@@ -272,7 +272,7 @@ def test_another_block_size(node):
 def test_a_value_under_another_namespace_is_found_by_its_key(node):
     with fresh(node, namespace="mine") as client, fresh(node, namespace="yours") as saver:
         saver.put("k", b"1")
-        missing = client.explain_key("k")
+        missing = client.explain_key("k").first_missing
         assert missing is not None
         assert missing.differing_fields == (FieldDifference("name", "mine", "yours"),)
 

@@ -98,7 +98,7 @@ def test_what_is_written_to_a_tensor_all_the_same_is_seen_nowhere_else(client):
         with torch.inference_mode():
             tensor.fill_(7)
         tensor.numpy()[0] = 8
-        assert client.get("k", torch.zeros(12)).tolist() == list(range(12))
+        assert client.get("k", out=torch.zeros(12)).tolist() == list(range(12))
         assert pin.numpy().tolist() == other.tolist() == list(range(12))
         assert pin.tensor().tolist() == list(range(12))
 

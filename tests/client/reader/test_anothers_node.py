@@ -66,7 +66,7 @@ def test_what_is_put_is_got_in_every_way(root: Client, size: int) -> None:
     out = bytearray(size + 5)
     got = root.get("k", out)
     assert (bytes(got), bytes(out[size:])) == (value, bytes(5))
-    assert root.get_many(["k", "no"], [bytearray(size), None])[0] == value
+    assert root.get_many(["k", "no"], out=[bytearray(size), None])[0] == value
     assert root.put("k", value).status is PutStatus.EXISTS
     assert root.put("k", value[:-1] + bytes([value[-1] ^ 1])).status is PutStatus.DIFFERS
     assert root.stats()["transports"]["shm_hits"] == 4
@@ -83,7 +83,7 @@ def test_arrays_have_their_shape_and_an_out_is_checked_first(root: Client) -> No
     assert (out == value).all()
     wrong = numpy.ones((10, 10), dtype="<i8")
     with pytest.raises(UsageError):
-        root.get("k", wrong)
+        root.get("k", out=wrong)
     assert (wrong == 1).all()
 
 
@@ -128,11 +128,11 @@ def test_what_is_cut_off_is_a_miss_and_a_rejected_save(
     os.truncate(payload, 0)
     try:
         assert root.get("k0") is None
-        assert root.get_many(["k1", "k2"], [bytearray(len(value)), None]) == [None, None]
+        assert root.get_many(["k1", "k2"], out=[bytearray(len(value)), None]) == [None, None]
         assert list(root.session.views(found, None)) == [None] * 4
         staging = memoryview(bytearray(8 * MIB))
         assert list(root.session.views(found, staging)) == [None] * 4
-        assert root.pin("k3") is None
+        assert not root.pin("k3")
         with pytest.raises(NodeUnavailableError):
             root.session.commit([slot])  # type: ignore[list-item]
     finally:
@@ -179,15 +179,15 @@ def test_many_pins_take_no_more_memory_than_a_client_may(
     one, two = root.pin("pin0"), root.pin("pin1")
     assert one is not None
     assert two is not None
-    assert root.pin("pin2") is None
+    assert not root.pin("pin2")
     view = one.buffer
     one.close()
-    assert root.pin("pin2") is None, "somebody has a view of the first"
+    assert not root.pin("pin2"), "somebody has a view of the first"
     assert view == values["pin0"]
     del view
     with root.pin("pin2") as three:
         assert three.buffer == values["pin2"]
-        assert root.pin("pin3") is None
+        assert not root.pin("pin3")
     two.close()
     assert root.stats()["node"]["pinned"] == 0
 
@@ -208,7 +208,7 @@ def test_many_views_take_no_more_memory_than_a_client_may(
     )
     held = list(session.views(found, None))
     assert [view is not None for view in held] == [True, True, False, False]
-    assert root.pin("view3") is None
+    assert not root.pin("view3")
     part = memoryview(held[0].data)[:1]
     held[:] = [None]
     with root.pin("view3") as pinned:
@@ -231,5 +231,5 @@ def test_many_values_take_no_more_memory_than_a_call_may(
     monkeypatch.setattr("kvstore.client.values.getting.ANOTHERS_BYTES_MAX", 2 * 5000)
     assert root.get_many(names) == [*all_of_them[:2], None, None]
     outs = [bytearray(5000) for _ in names]
-    assert [bytes(got) for got in root.get_many(names, outs)] == all_of_them
+    assert [bytes(got) for got in root.get_many(names, out=outs)] == all_of_them
     assert [root.get(name) for name in names] == all_of_them

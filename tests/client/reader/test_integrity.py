@@ -43,7 +43,7 @@ def test_a_flipped_bit_is_a_miss_and_the_node_drops_the_block(
     assert careful.stats()["missed"]["corrupt"] >= 1
     wait_until(lambda: careful.stats()["node"]["corrupt"] == 1, "the node dropped it")
     assert not careful.exists("k")
-    missing = careful.explain_key("k")
+    missing = careful.explain_key("k").first_missing
     assert missing is not None
     assert missing.reason is MissReason.CORRUPT
     # Nobody is served it any more, whether they check or not, and it can be stored anew.
@@ -86,7 +86,7 @@ def test_every_way_of_reading_sees_it(node: NodeProcess, careful: Client) -> Non
     assert careful.get(damaged()) is None
     assert careful.get(damaged(), out) is None
     assert careful.get_many([damaged()]) == [None]
-    assert careful.pin(damaged()) is None
+    assert not careful.pin(damaged())
     raw_key = careful.namespace.value_key(damaged())
     (found,) = careful.session.lookup([raw_key])
     assert found is not None
@@ -168,7 +168,7 @@ def test_a_record_with_a_wrong_or_no_signature_is_a_miss(
             assert reader.session.match(keys).short is MissReason.BAD_SIGNATURE
             assert reader.session.lookup(keys) == [None, None]
             assert reader.match_prefix(list(range(8))).blocks == 0
-            missing = reader.explain_key("k")
+            missing = reader.explain_key("k").first_missing
             assert missing is not None
             assert missing.reason is MissReason.BAD_SIGNATURE
             assert reader.stats()["missed"] == {"bad-signature": 6}

@@ -36,11 +36,11 @@ def test_many_values_come_in_their_order_into_the_callers_memory(writer, reader)
     keys = [*values, "absent"]
     assert reader.get_many(keys) == [*values.values(), None]
     out = [bytearray(len(value)) for value in values.values()]
-    got = reader.get_many(list(values), out)
+    got = reader.get_many(list(values), out=out)
     assert out == list(values.values())
     assert [bytes(view) for view in got] == list(values.values())
     large = bytearray(2 * MIB)
-    assert reader.get_many(["k3"], [large])[0] == values["k3"]
+    assert reader.get_many(["k3"], out=[large])[0] == values["k3"]
     assert bytes(large[len(values["k3"]) :]) == bytes(len(large) - len(values["k3"]))
 
 
@@ -49,7 +49,7 @@ def test_an_out_too_small_is_refused_and_left_unchanged(writer, reader):
     for size in (10, 99_999):
         out = bytearray(size)
         with pytest.raises(UsageError, match=rf"out='{size} bytes'"):
-            reader.get("k", out)
+            reader.get("k", out=out)
         assert out == bytes(size)
 
 
@@ -61,7 +61,7 @@ def test_an_out_that_is_larger_keeps_what_is_behind_the_value(writer, reader, si
     assert writer.put("k", value)
     out = bytearray(os.urandom(value.nbytes + 1000))
     behind = bytes(out[value.nbytes :])
-    assert reader.get("k", out) == value.tobytes()
+    assert reader.get("k", out=out) == value.tobytes()
     assert bytes(out[: value.nbytes]) == value.tobytes()
     assert bytes(out[value.nbytes :]) == behind
 
@@ -72,7 +72,7 @@ def test_arrays_come_back_as_arrays(writer, reader):
     writer.put("a", array)
     assert numpy.array_equal(reader.get("a"), array)
     out = numpy.zeros_like(array)
-    assert reader.get("a", out) is not None
+    assert reader.get("a", out=out) is not None
     assert numpy.array_equal(out, array)
 
 
@@ -258,9 +258,9 @@ def test_views_mix_both_hosts_and_what_is_gone(redis_server, far, writer):
 
 def test_explain_asks_nodes_of_other_hosts(writer, reader):
     writer.put("k", b"v" * 1000)
-    assert reader.explain_key("k") is None
+    assert reader.explain_key("k").first_missing is None
     writer.delete("k")
-    missing = reader.explain_key("k")
+    missing = reader.explain_key("k").first_missing
     assert missing.reason is MissReason.DELETED
     assert missing.node == "node"
     assert reader.explain_key("never").reason is MissReason.NEVER_STORED
@@ -291,7 +291,7 @@ def test_a_block_read_once_is_read_again_without_the_index_and_a_moved_one_is_fo
     assert len(asked) == 1
     writer.delete("k")
     writer.put("k", b"4" * 100)
-    assert bytes(reader.get("k", bytearray(100))) == b"4" * 100
+    assert bytes(reader.get("k", out=bytearray(100))) == b"4" * 100
 
 
 def test_what_is_read_a_second_time_comes_into_its_own_buffer(writer, reader):
@@ -302,7 +302,7 @@ def test_what_is_read_a_second_time_comes_into_its_own_buffer(writer, reader):
     assert writer.put("other", b"o" * 1000)
     assert writer.put("c", b"d" * 1000)
     out = [bytearray(1000) for _ in names]
-    got = reader.get_many(names, out)
+    got = reader.get_many(names, out=out)
     assert out == [b"a" * 1000, b"b" * 1000, b"d" * 1000]
     assert [bytes(view) for view in got] == out
 

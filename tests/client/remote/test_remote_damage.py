@@ -69,8 +69,8 @@ def test_a_bit_flipped_in_the_nodes_memory_is_a_miss_and_the_block_is_dropped(
     assert damaged(reader) >= 1
     wait_until(lambda: corrupt(writer) == before + 1, "the node looked and dropped it")
     assert not writer.exists("k")
-    wait_until(lambda: reader.explain_key("k") is not None, "the index is told")
-    missing = reader.explain_key("k")
+    wait_until(lambda: reader.explain_key("k").first_missing is not None, "the index is told")
+    missing = reader.explain_key("k").first_missing
     assert missing is not None
     assert missing.reason is MissReason.CORRUPT
     assert reader.get("other") == value

@@ -109,7 +109,7 @@ def test_what_is_retained_has_a_time_to_live_from_none_on():
     session.retain([key_of(0)], 0)
     assert len(asked) == 1
     for wrong in (-1, 1 << 62):
-        with pytest.raises(UsageError, match="ttl_s"):
+        with pytest.raises(UsageError, match="for_s"):
             session.retain([key_of(0)], wrong)
     session.retain([], 0)
     assert len(asked) == 1

@@ -46,7 +46,7 @@ def test_a_value_that_moves_between_finding_and_copying_is_read_where_it_is_now(
 ) -> None:
     values = moving(client, 1)
     out = [bytearray(100_000)] if into else None
-    (got,) = client.get_many(["k"], out)
+    (got,) = client.get_many(["k"], out=out)
     assert bytes(got) == values[1]
     assert client.stats()["client"]["hits"] == 1
     assert client.stats()["client"]["misses"] == 0

@@ -59,8 +59,8 @@ def raw(value):
 
 def calls(writer, reader, value, out):
     """Every call that takes an `out`, after the put that goes with it."""
-    yield "get", lambda: writer.put("k", value), lambda: reader.get("k", out())
-    yield "get_many", lambda: None, lambda: reader.get_many(["k"], [out()])[0]
+    yield "get", lambda: writer.put("k", value), lambda: reader.get("k", out=out())
+    yield "get_many", lambda: None, lambda: reader.get_many(["k"], out=[out()])[0]
     block = [value, b"next"]
     tokens = range(512)
     yield (
@@ -115,7 +115,7 @@ def test_a_value_goes_into_what_has_its_dtype_and_shape(client, case, batches):
         assert same_bytes(value, outs[-1])
         assert batches.read_by_it == number, "in one call for all of a batch"
     out = make()
-    got = client.get("k", out)
+    got = client.get("k", out=out)
     assert got is out or isinstance(got, memoryview)
 
 
@@ -144,19 +144,19 @@ def test_an_out_of_another_dtype_or_shape_is_refused_and_unchanged(client, case)
 def test_plain_bytes_take_every_value_that_fits(client, case, more, batches):
     client.put("k", BF16)
     out = PLAIN[case](24 + more)
-    got = client.get("k", out)
+    got = client.get("k", out=out)
     assert batches.read_by_it == 1
     assert raw(got) == raw(BF16)
     assert raw(out) == raw(BF16) + bytes(more)
     assert type(got) in (memoryview, type(out))
     with pytest.raises(UsageError, match="23 bytes"):
-        client.get("k", PLAIN[case](23))
+        client.get("k", out=PLAIN[case](23))
 
 
 def test_an_array_or_tensor_out_is_the_answer(client):
     client.put("k", F32)
     for out in (numpy.zeros((3, 4), "<f4"), torch.zeros(3, 4)):
-        assert client.get("k", out) is out
+        assert client.get("k", out=out) is out
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_array_or_tensor_out_is_the_answer(client):
 def test_an_out_whose_numbers_are_not_its_own_bytes_is_refused(client, out):
     client.put("k", F32)
     with pytest.raises(UsageError, match=r"^out="):
-        client.get("k", out)
+        client.get("k", out=out)
 
 
 @pytest.mark.parametrize("case", OTHERS)
@@ -195,7 +195,7 @@ def test_another_hosts_value_goes_into_what_has_its_dtype_and_shape(writer, read
     value, make = FITTING[case]
     writer.put("k", value)
     out = make()
-    got = reader.get("k", out)
+    got = reader.get("k", out=out)
     assert same_bytes(value, got)
     assert got is out or isinstance(got, memoryview)
 

@@ -68,17 +68,17 @@ def test_a_tensor_out_is_filled_in_place(client):
     value = torch.rand(100, 100).to(torch.bfloat16)
     client.put("k", value)
     out = torch.zeros(100, 100, dtype=torch.bfloat16)
-    assert client.get("k", out) is out
+    assert client.get("k", out=out) is out
     assert torch.equal(out, value)
     with pytest.raises(UsageError, match=r"^out="):
-        client.get("k", torch.zeros(10, dtype=torch.bfloat16))
+        client.get("k", out=torch.zeros(10, dtype=torch.bfloat16))
 
 
 def test_an_array_out_is_filled_in_place(client):
     value = numpy.arange(1000.0)
     client.put("k", value)
     out = numpy.zeros(1000)
-    client.get("k", out)
+    client.get("k", out=out)
     assert (out == value).all()
 
 

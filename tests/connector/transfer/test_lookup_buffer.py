@@ -118,9 +118,9 @@ def test_tensor_is_one_value_that_is_read_into_its_place() -> None:
     places: list[Any] = []
 
     class Store(FakeValues):
-        def get_many(self, keys: Any, out: Any = None) -> Any:
+        def get_many(self, keys: Any, *, out: Any = None) -> Any:
             places.extend([] if out is None else out)
-            return super().get_many(keys, out)
+            return super().get_many(keys, out=out)
 
     producer, consumer = pair(Store())
     kv = torch.arange(5 << 20, dtype=torch.uint8)

@@ -117,7 +117,10 @@ def test_what_a_read_of_another_node_raises_is_raised(nodes: RemoteNodes) -> Non
 def test_of_nodes_that_no_thread_could_ask_nothing_is_known(
     nodes: RemoteNodes, looks: list[tuple[list[int], float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_start", lambda *_: None)
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     assert there(nodes, wanted(1), wanted(2, node_id=8)) == [True, False]
     assert [numbers for numbers, _ in looks] == [[1]]
 
