@@ -145,6 +145,13 @@ def test_all_that_a_run_leaves_is_eight_files(
         assert tar.getnames() == ["eager/alone.log"]
 
 
+def test_rows_that_say_nothing_of_what_must_be_are_not_judged(tmp_path: Path, steps: Steps) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"stage": "env", "name": "kernel", "value": "6.1"}\n')
+    check.judge(steps, tmp_path)
+    assert steps.ended == []
+    assert not (tmp_path / JUDGE).exists()
+
+
 def test_an_unknown_name_is_refused_with_those_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import gpu_judge
 from gpu.packing import ATTENTION_FILES, VLLM_FILES, VLLM_WHEELS
 from gpu.probe import ANSWERS, FIGURES
 from gpu.rungs import BY_DEFAULT, CLIFF
@@ -164,15 +165,14 @@ def run(steps: Steps, planned: Sequence[Planned], packed: Packed | None) -> None
 
 
 def judge(steps: Steps, out: Path) -> None:
-    """Judge what was measured, if anything was, however little time is left: it takes seconds."""
-    if not any((out / name).exists() for name in (ROWS, BENCH, PULLS, LOCKING, ENGINES)):
-        return
-    command = [sys.executable, "-m", "benchmarks.gpu_judge", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    text = (done.stdout + done.stderr).strip()
-    (out / JUDGE).write_text(f"{text}\n")
-    steps.say(text)
-    steps.end_with("judge", done.returncode)
+    """Judge what was measured, if anything was, however little time is left."""
+    figures = gpu_judge.figures_in(out)
+    if figures:
+        lines, passed = gpu_judge.judge(figures)
+        (out / JUDGE).write_text("\n".join([*lines, ""]))
+        for line in lines:
+            steps.say(line)
+        steps.end_with("judge", 0 if passed else 1)
 
 
 def summary(steps: Steps, output: str) -> tuple[list[str], int]:
