@@ -266,7 +266,7 @@ class ModelStream:
         self._thread = threading.Thread(target=self._run, name="model-cuda-stream", daemon=True)
         self._thread.start()
 
-    def copy(self, batch: Sequence[Copy]) -> None:
+    def copy(self, batch: Sequence[Copy], *, apart: bool = False) -> None:
         with self._lock:
             self._check()
             queued: list[Copy] = []
@@ -276,10 +276,12 @@ class ModelStream:
                     memory += self._device.check(copy)
                     queued.append(copy)
             finally:  # what comes before a copy that is refused is carried out
+                if apart:
+                    random.shuffle(queued)
                 self._work.put(lambda: self._carry_out(queued, memory))
 
     def copy_apart(self, batch: Sequence[Copy]) -> None:
-        self.copy(random.sample(batch, len(batch)))
+        self.copy(batch, apart=True)
 
     def _carry_out(self, batch: Sequence[Copy], memory: list[_Memory]) -> None:
         time.sleep(self._device.late_s)

@@ -85,3 +85,24 @@ def test_a_broken_device_says_so(tmp_path):
     with pytest.raises(DeviceError):
         stream.copy([(memory, memory, 1)])
     stream.close()
+
+
+def test_copies_apart_come_in_any_order_and_all_before_a_refused_one(tmp_path):
+    device = ModelCuda(tmp_path)
+    memory = device.allocate(64)
+    host = memoryview(bytearray(64))
+    stream = device.stream()
+    copies = [(address_of(host) + i, memory + i, 1) for i in range(32)]
+    with pytest.raises(DeviceError):
+        stream.copy_apart([*copies, (memory + 1, 8, 1), (address_of(host) + 40, memory, 1)])
+    assert device.queued == 32
+    # Whoever lets one copy of a batch read what another one writes finds out.
+    last, seen = memory + 63, set()
+    for _ in range(100):
+        put(device, memory, bytes(range(64)))
+        chain = [(memory + i + 1, memory + i, 1) for i in range(63)]
+        stream.copy_apart(chain)
+        assert wait(stream.record(), time.monotonic() + 60)
+        seen.add(get(device, last, 1))
+    assert len(seen) > 1
+    stream.close()
