@@ -263,6 +263,14 @@ class LockstepScheduler:
         if self._core is not None:
             self._core.loads_ended(request_ids)
 
+    @property
+    def loads_under_way(self) -> dict[str, int]:
+        return {name: job_id for job_id, name in self._loading.items()}
+
+    def agreed(self, ended: set[int]) -> set[int]:
+        """Return those of these loads that have ended on the workers of all processes. In all."""
+        return ended.intersection(*self._agree("ended loads", None, sorted(ended)))
+
     def handed_over(self, request_id: str) -> int:
         """The leader knows; the others say 0."""
         return self._core.handed_over(request_id) if self._core is not None else 0

@@ -455,6 +455,11 @@ class SchedulerCore:
             self._loads.pop(request_id, None)
             self._history.load_ended(request_id)
 
+    @property
+    def loads_under_way(self) -> dict[str, int]:
+        """The load job of each request whose load not every worker is known to be done with."""
+        return {name: load.job.job_id for name, load in self._loads.items()}
+
     def handed_over(self, request_id: str) -> int:
         """Of how many tokens of a prompt that is handed over the KV is in the store, or on its
         way there; 0 when it is not handed over. Before `finished`."""

@@ -40,7 +40,8 @@ class Load:
     `KVCopier.wait_ready`. `deadline` and `started_at` are of the worker's clock, in seconds.
     """
 
-    __slots__ = ("deadline", "ended", "guard", "job", "loaded", "ready", "started_at", "why")
+    given_up = False
+    """The engine has given it up: of that it need not hear."""
 
     def __init__(
         self, job: LoadJob, deadline: float, started_at: float, ready: Ready | None = None
@@ -212,6 +213,8 @@ def report_failures(task: Load, report: WorkerReport, *, by_request: bool) -> No
     if loaded == len(job.blocks):
         return
     report.failed_blocks[job.job_id] = loaded
+    if task.given_up:
+        return
     if by_request:
         report.failed_requests.add(job.request_id)
         return

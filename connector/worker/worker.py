@@ -123,6 +123,8 @@ class WorkerCore:
         self._saving: WorkThread[Any] = WorkThread("kvstore-save", self._save, SAVE_JOBS_MAX)
         self._closing = threading.Event()
         self._counts = Counts()
+        self._last_load = -1
+        """The highest number of a load job so far."""
         self._dropped = 0
         self._said_at = float("-inf")
 
@@ -187,6 +189,7 @@ class WorkerCore:
         ready = self.mark_ready() if ready is None else ready
         now = self._clock()
         for job in jobs:
+            self._last_load = job.job_id
             self._start(Load(job, now + self._load_timeout_s, now, ready), self._loading)
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
@@ -233,17 +236,9 @@ class WorkerCore:
         For an engine that is about to empty its cache. A save whose copy goes on for longer is
         not among them.
         """
-        give_up_at = self._clock() + timeout_s
         with self._lock:
             saves = [task for task in self._active if isinstance(task, Save)]
-        for task in saves:
-            try:
-                task.guard.end(max(0.0, give_up_at - self._clock()))
-            except InternalError as e:
-                log.warning("a save goes on: %s", e)
-                continue
-            task.why = task.why or metrics.ABORTED
-            self._end(task)
+        self._end_after_copies(saves, timeout_s)
         report = WorkerReport()
         with self._lock:
             ended = [task for task in self._done if isinstance(task, Save)]
@@ -251,6 +246,35 @@ class WorkerCore:
         for task in ended:
             transfers.report_save(task, report, self._groups)
         return report
+
+    def end_loads(self, job_ids: set[int], timeout_s: float) -> set[int]:
+        """End these loads, each after the copy of it that is running. Return those that have ended,
+        now or before: no copy of them runs, and none will start.
+
+        Each is still reported once, but none of its blocks as invalid: they may be another
+        request's by then, and who asks counts all of them so.
+        """
+        asked = {job_id for job_id in job_ids if job_id <= self._last_load}
+        with self._lock:
+            loads = [t for t in self._active if isinstance(t, Load) and t.job.job_id in asked]
+        self._end_after_copies(loads, timeout_s)
+        with self._lock:
+            for task in self._done:
+                if isinstance(task, Load) and task.job.job_id in asked:
+                    task.given_up = True
+        return asked - {task.job.job_id for task in loads if not task.ended}
+
+    def _end_after_copies(self, tasks: Sequence[Transfer], timeout_s: float) -> None:
+        give_up_at = self._clock() + timeout_s
+        for task in tasks:
+            try:
+                task.guard.end(max(0.0, give_up_at - self._clock()))
+            except InternalError as e:
+                log.warning("a transfer goes on: %s", e)
+                continue
+            if isinstance(task, Load) or not task.why:
+                task.why = metrics.ABORTED
+            self._end(task)
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
         """Return what ended since the last call, each job exactly once.

@@ -64,6 +64,9 @@ class Bystander:
     def end_saves(self, timeout_s: float) -> WorkerReport:
         return self.poll()
 
+    def end_loads(self, job_ids: set[int], timeout_s: float) -> set[int]:
+        return job_ids
+
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
         """Return what was asked for since the last call, all of it ended."""
         report, self._report = self._report, WorkerReport()

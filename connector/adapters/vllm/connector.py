@@ -386,6 +386,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
     def end_saves(self, timeout_s: float) -> WorkerReport:
         return self._w.end_saves(timeout_s)
 
+    @property
+    def loads_under_way(self) -> dict[str, int]:
+        return self._s.loads_under_way if self._scheduler is not None else {}
+
+    def ended_everywhere(self, job_ids: set[int]) -> set[int]:
+        side = self._s
+        return side.agreed(job_ids) if isinstance(side, LockstepScheduler) else job_ids
+
+    def end_loads(self, job_ids: set[int], timeout_s: float) -> set[int]:
+        return self._w.end_loads(job_ids, timeout_s)
+
     # Worker side
 
     @property

@@ -18,6 +18,7 @@ from connector.limits import END_SAVES_S
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
 
     from connector.messages import WorkerReport
 
@@ -39,6 +40,7 @@ LEAVES_WEIGHTS_ALONE = frozenset(
     }
 )
 """Calls of workers by name. After any other, and after a function, the weights may be others."""
+_LOADING = "WAITING_FOR_REMOTE_KVS"
 DISCARDS_WEIGHTS = 2
 """Level of sleep from which on weights come back by another load."""
 _MARK = "_kvstore_wrapped"
@@ -66,6 +68,20 @@ class Watcher:
     def saves_ended(self, report: WorkerReport) -> None: ...
     def end_saves(self, timeout_s: float) -> WorkerReport:
         """On a worker's side: end the saves in flight, and say which."""
+        raise NotImplementedError
+
+    @property
+    def loads_under_way(self) -> dict[str, int]:
+        """The number of its load, by request."""
+        return {}
+
+    def ended_everywhere(self, job_ids: set[int]) -> set[int]:
+        """Of these loads, which have ended on the workers of this process, those that have on
+        all."""
+        return job_ids
+
+    def end_loads(self, job_ids: set[int], timeout_s: float) -> set[int]:
+        """On a worker's side: end these loads, and say which have ended."""
         raise NotImplementedError
 
 
@@ -164,15 +180,20 @@ def _remove_lora(core: EngineCore, ours: list[Watcher], stack: ExitStack, lora_i
 def _reset_caches(
     core: EngineCore, ours: list[Watcher], stack: ExitStack, *args: object, **kwargs: object
 ) -> None:
-    _end_saves_in_flight(core, ours)
     for one in ours:
         stack.enter_context(one.own_cache_emptied())
 
 
 def _reset_prefix_cache(
-    core: EngineCore, ours: list[Watcher], stack: ExitStack, *args: object, **kwargs: object
+    core: EngineCore,
+    ours: list[Watcher],
+    stack: ExitStack,
+    reset_running_requests: bool = False,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     _end_saves_in_flight(core, ours)
+    _take_back_loads(core, ours, of_all=reset_running_requests)
 
 
 def _end_saves_in_flight(core: EngineCore, ours: list[Watcher]) -> None:
@@ -184,13 +205,65 @@ def _end_saves_in_flight(core: EngineCore, ours: list[Watcher]) -> None:
             one.saves_ended(report)
 
 
+def _take_back_loads(core: EngineCore, ours: list[Watcher], *, of_all: bool) -> None:
+    """Free blocks that something was loaded into, or is: vLLM preempts what runs, and neither what
+    waits for a load nor what has just got one. Without `of_all` only those of aborted requests.
+
+    Each request goes on as after a load that failed. Of one that some worker still copies nothing
+    is freed (rule 5), and vLLM says that it cannot empty its cache.
+    """
+    scheduler, loads = core.scheduler, [one.loads_under_way for one in ours]
+    names = scheduler.finished_recving_kv_req_ids.union(*loads) if ours else set()
+    held = {r.request_id: r for r in scheduler.requests.values() if _has_loaded(r, names, of_all)}
+    loading = {name: one for name, one in held.items() if one.status.name == _LOADING}
+    scheduler.failed_recving_kv_req_ids.update(loading)
+    for request in loading.values():  # from here on none of it counts, whatever workers report
+        request.num_computed_tokens = 0
+    asked = [{job_id for name, job_id in one.items() if name in held} for one in loads]
+    if any(asked):
+        replies = core.model_executor.collective_rpc(end_loads, args=(asked,))
+        for one, of_one, *ended in zip(ours, loads, *replies, strict=True):
+            done = one.ended_everywhere(set.intersection(*ended))
+            for name in [name for name, job_id in of_one.items() if job_id not in done]:
+                held.pop(name, None)
+    tables = [scheduler.kv_cache_manager.get_block_ids(name) for name in held]
+    for future, *_ in getattr(core, "batch_queue", None) or ():
+        # What a step under way reports as failed may be another's when vLLM reads of it. The
+        # workers have answered what came behind it, so it is there.
+        transfers = getattr(future.result(), "kv_connector_output", None)
+        if transfers is not None:
+            transfers.failed_recving.difference_update(held)
+            transfers.invalid_block_ids.difference_update(*(ids for t in tables for ids in t))
+    for name, request in held.items():
+        if not request.is_finished():
+            scheduler.reset_preempted_req_ids.add(name)
+        request.num_computed_tokens = 0
+        scheduler.kv_cache_manager.free(request)
+
+
+def _has_loaded(request: Request, names: set[str], of_all: bool) -> bool:
+    """Return whether the request, one of `names`, has blocks of a load; or it holds some behind
+    one, and waits to be scheduled."""
+    if request.is_finished() or (of_all and request.status.name == _LOADING):
+        return request.request_id in names
+    waits = request.status.name in ("WAITING", "PREEMPTED") and request.num_computed_tokens > 0
+    return of_all and waits and not (request.resumable or request.num_in_flight_tokens)
+
+
 def end_saves(worker: object) -> list[WorkerReport]:
     """Runs on each worker: one report for each connector of ours, in their order."""
+    return [one.end_saves(END_SAVES_S) for one in _on_worker()]
+
+
+def end_loads(worker: object, asked: list[set[int]]) -> list[set[int]]:
+    """Runs on each worker: which of these loads have ended, for each connector of ours."""
+    return [one.end_loads(jobs, END_SAVES_S) for one, jobs in zip(_on_worker(), asked, strict=True)]
+
+
+def _on_worker() -> list[Watcher]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if not has_kv_transfer_group():
-        return []
-    return [one.end_saves(END_SAVES_S) for one in watchers(get_kv_transfer_group())]
+    return watchers(get_kv_transfer_group()) if has_kv_transfer_group() else []
 
 
 _AROUND: dict[str, Around] = {
@@ -204,5 +277,5 @@ _AROUND: dict[str, Around] = {
 }
 _WITHOUT = {
     "_reset_caches": "sleep and pause drop what is in the store, as reset_prefix_cache does",
-    "reset_prefix_cache": "it may fail while saves are in flight",
+    "reset_prefix_cache": "it may fail while saves or loads are in flight",
 }

@@ -176,6 +176,18 @@ def test_a_load_has_ended_in_all_processes_at_once_when_the_last_worker_says_so(
     ]
 
 
+def test_a_load_that_is_given_up_has_ended_when_it_has_in_all_processes(
+    engines: Engines, store: MemoryBlockStore
+) -> None:
+    requests = named(2)
+    loading(engines, store, requests)
+    under_way = engines.all(lambda i: engines.sides[i].loads_under_way)
+    assert [list(one) for one in under_way] == [[one.request_id] for one in requests]
+    ended = [set(one.values()) for one in under_way]
+    assert engines.all(lambda i: engines.sides[i].agreed(ended[i])) == ended
+    assert engines.all(lambda i: engines.sides[i].agreed(ended[i] if i else set())) == [set()] * 2
+
+
 @pytest.mark.parametrize("place", range(SIZE))
 def test_a_load_that_failed_in_one_process_has_failed_in_all(
     engines: Engines, store: MemoryBlockStore, place: int

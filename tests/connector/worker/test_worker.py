@@ -124,6 +124,25 @@ class TestReports:
         assert torch.equal(bits(worker.kv), before), "the blocks belong to somebody else now"
         assert worker.core.poll().finished_loads == set()
 
+    def test_loads_that_the_engine_gives_up_have_no_block_that_could_be_invalid(
+        self, store: MemoryBlockStore, worker: Worker
+    ) -> None:
+        """One under way, one that had failed already, and one of which it has not heard yet."""
+        save(worker, save_job(2))
+        gone = load_job(store, 1, first_block_id=12, name="failed", job_id=0)
+        worker.core.start_loads([gone._replace(blocks=(gone.blocks[0]._replace(found=()),))])
+        hold = store.on_view = Hold()
+        worker.core.start_loads([load_job(store, 2, name="under way", job_id=1)])
+        hold.await_reached()
+        before = bits(worker.kv)
+        assert worker.core.end_loads({0, 1, 2}, PATIENCE_S) == {0, 1}
+        hold.release()
+        report = worker.core.poll()
+        assert report.finished_loads == {"failed", "under way"}
+        assert report.failed_blocks == {0: 0, 1: 0}, "the scheduler side still hears of it"
+        assert report.invalid_block_ids == report.failed_requests == set()
+        assert torch.equal(bits(worker.kv), before)
+
     def test_poll_returns_as_soon_as_a_load_ends(
         self, store: MemoryBlockStore, worker: Worker
     ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
 TOKENS = prompt(2 * BLOCK + 5)
+OTHER = prompt(2 * BLOCK + 5, seed=9)
 
 
 @pytest.fixture
@@ -35,6 +39,9 @@ def core_of(core_class: Any, engine: Any) -> Any:
         reset_encoder_cache=lambda: None,
         add_lora=lambda request: True,
     )
+    core.model_executor.is_sleeping = False
+    core.model_executor.sleep = core.model_executor.discard = lambda what: None
+    core.batch_queue = None
     core.mm_receiver_cache = None
     core._weight_version = "default"
     return core
@@ -185,6 +192,190 @@ def test_saves_in_flight_fail_neither(
     core._reset_caches()
     assert not connector.saves_in_flight
     engine.run()
+
+
+class Loading:
+    """A request whose load stands still while `go` is not set: in a copy, or before it."""
+
+    def __init__(
+        self, make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, in_copy: bool
+    ) -> None:
+        from connector.worker import transfers
+
+        self.go = threading.Event()
+        begun = threading.Event()
+        run(make(), "before")
+        self.engine = make()
+        self.core = core_of(core_class, self.engine)
+        self.core.model_executor.collective_rpc = self._on_workers(monkeypatch)
+        load_blocks, scatter_all = transfers.load_blocks, transfers.scatter_all
+
+        def before_copy(*args: Any) -> Any:
+            begun.set()
+            assert in_copy or self.go.wait(20)
+            return load_blocks(*args)
+
+        def copy(blocks: Any, opened: Any, layer: Any = None) -> Any:
+            with opened[0][0].guard.copying():
+                begun.set()
+                assert not in_copy or self.go.wait(20)
+            return scatter_all(blocks, opened, layer)
+
+        monkeypatch.setattr(transfers, "load_blocks", before_copy)
+        monkeypatch.setattr(transfers, "scatter_all", copy)
+        self.engine.add("r", TOKENS)
+        while self.status != "WAITING_FOR_REMOTE_KVS" or not begun.wait(0.01):
+            self.engine.step()
+
+    def _on_workers(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+        from vllm.distributed import kv_transfer
+
+        monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+        monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: self.engine.worker)
+
+        def on_workers(method: Any, *, args: Any = (), **kwargs: Any) -> list[Any]:
+            return [method(None, *args)] if callable(method) else []
+
+        return on_workers
+
+    @property
+    def status(self) -> str:
+        return str(self.engine.scheduler.requests["r"].status.name)
+
+    @property
+    def blocks_in_use(self) -> int:
+        return 128 - 1 - self.engine.free_blocks
+
+
+@contextmanager
+def loading(
+    make: MakeEngine,
+    core_class: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    in_copy: bool = False,
+) -> Iterator[Loading]:
+    made = Loading(make, core_class, monkeypatch, in_copy)
+    try:
+        yield made
+    finally:
+        made.go.set()
+
+
+EMPTYING: dict[str, Callable[[Any], object]] = {
+    "pause, keep": lambda core: core.pause_scheduler(mode="keep"),
+    "pause, abort": lambda core: core.pause_scheduler(mode="abort"),
+    "sleep, keep": lambda core: core.sleep(1, mode="keep"),
+    "reset": lambda core: core.reset_prefix_cache(reset_running_requests=True),
+    "reset of all": lambda core: core.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=True
+    ),
+    "release": lambda core: (
+        core.pause_scheduler(mode="keep", clear_cache=False),
+        core.release_kv_cache_memory(),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EMPTYING)
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_the_cache_is_emptied_while_a_request_loads(
+    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, how: str, policy: str
+) -> None:
+    with loading(make, core_class, monkeypatch) as one:
+        one.engine.scheduler.recompute_kv_load_failures = policy == "recompute"
+        EMPTYING[how](one.core)
+        assert one.blocks_in_use == 0
+        one.go.set()
+        one.core.resume_scheduler()
+        one.engine.run()
+        wanted = [] if "abort" in how else expected_output(TOKENS, 4)
+        assert one.engine.outputs["r"] == wanted
+    assert run(one.engine, "next") >= 0
+
+
+@pytest.mark.parametrize("in_copy", [False, True])
+def test_what_is_loaded_late_reaches_no_block_that_was_taken_back(
+    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, in_copy: bool
+) -> None:
+    """Rule 5: a block that is being copied into stays in use, however long that takes."""
+    monkeypatch.setattr(engine_hooks, "END_SAVES_S", 0.05)
+    with loading(make, core_class, monkeypatch, in_copy=in_copy) as one:
+        used = one.blocks_in_use
+        if in_copy:
+            with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+                one.core.reset_prefix_cache(reset_running_requests=True)
+            assert one.blocks_in_use == used
+        else:
+            one.core.reset_prefix_cache(reset_running_requests=True)
+        one.engine.add("other", OTHER, max_tokens=8)  # where the load would have written
+        for _ in range(3):
+            one.engine.step()
+        one.go.set()
+        one.engine.run()
+        assert one.engine.outputs["other"] == expected_output(OTHER, 8)
+        assert one.engine.outputs["r"] == expected_output(TOKENS, 4)
+
+
+def test_a_copy_that_ends_in_time_is_waited_for(
+    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loading(make, core_class, monkeypatch, in_copy=True) as one:
+        threading.Timer(0.1, one.go.set).start()
+        one.core.reset_prefix_cache(reset_running_requests=True)
+        assert one.blocks_in_use == 0
+        one.engine.run()
+        assert one.engine.outputs["r"] == expected_output(TOKENS, 4)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_blocks_of_a_load_that_is_over_are_taken_back_too(
+    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """Before vLLM looks at the request again, and where it then finds no room in its step."""
+    with loading(make, core_class, monkeypatch) as one:
+        one.go.set()
+        scheduler = one.engine.scheduler
+        while not scheduler.finished_recving_kv_req_ids:
+            one.engine.step()
+        if not room:
+            assert scheduler._handle_blocked_waiting_request(scheduler.requests["r"])
+            assert one.status == "WAITING"
+        one.core.reset_prefix_cache(reset_running_requests=True)
+        assert one.blocks_in_use == 0
+        one.engine.run()
+        assert one.engine.outputs["r"] == expected_output(TOKENS, 4)
+
+
+def test_a_plain_reset_leaves_a_request_that_loads_alone(
+    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's leaves one that runs; aborted ones hold nothing up."""
+    with loading(make, core_class, monkeypatch) as one:
+        assert not one.core.reset_prefix_cache()
+        one.engine.abort("r")
+        assert one.core.reset_prefix_cache()
+        assert one.blocks_in_use == 0
+        one.go.set()
+        one.engine.run()
+
+
+def test_failures_in_reports_of_steps_under_way_are_of_nobody_any_more(
+    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from concurrent.futures import Future
+
+    from vllm.v1.outputs import KVConnectorOutput
+
+    with loading(make, core_class, monkeypatch) as one:
+        (table,) = one.engine.scheduler.kv_cache_manager.get_block_ids("r")
+        transfers = KVConnectorOutput(invalid_block_ids={*table, 77}, failed_recving={"r", "s"})
+        step: Future[Any] = Future()
+        step.set_result(SimpleNamespace(kv_connector_output=transfers))
+        one.core.batch_queue = [(step, None, None)]
+        one.core.reset_prefix_cache(reset_running_requests=True)
+        assert transfers.invalid_block_ids == {77}
+        assert transfers.failed_recving == {"s"}
 
 
 def test_an_error_of_ours_keeps_nobody_from_anything(
