@@ -17,7 +17,7 @@ class MixedCopier:
     """Implements `KVCopier` over the copiers of a geometry's runs, in their order.
 
     Each run of a payload is laid out `[layer][head][token][C]` with the run's own heads and C.
-    Heads of a `HeadPart` are those of the geometry; each run has a whole multiple of them.
+    Heads of a `HeadPart` are those of the geometry; each run has its own share of as many.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class MixedCopier:
     def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None:
         self._check(layer)
         heads = self._geometry.heads
-        for copier, _times, begin, end in self._runs(heads):
+        for copier, _, begin, end in self._runs(heads):
             copier.gather_many([Gather(i.block_ids, _cut(i.out, begin, end)) for i in items])
 
     def scatter_many(self, items: Sequence[Scatter], layer: int | None = None) -> None:
@@ -41,19 +41,19 @@ class MixedCopier:
             mine = []
             for item in items:
                 heads = whole if item.part is None else item.part.payload_heads
-                _, times, begin, end = list(self._runs(heads))[number]
-                part = item.part and HeadPart(*(n * times for n in item.part))
+                _, own, begin, end = list(self._runs(heads))[number]
+                part = item.part and HeadPart(*(n * own // whole for n in item.part))
                 mine.append(item._replace(payload=_cut(item.payload, begin, end), part=part))
             copier.scatter_many(mine)
 
     def _runs(self, heads: int) -> Iterator[tuple[KVCopier, int, int, int]]:
-        """Copier, its heads for each of the geometry's, and where it is in a payload of `heads`."""
+        """Copier, its heads on this worker, and where it is in a payload of `heads`."""
         begin = 0
         for copier, run in zip(self._copiers, self._geometry.runs, strict=True):
-            times = run.heads // self._geometry.heads
             size_bytes = self._geometry.run_bytes(run, self._block_tokens)
-            end = begin + len(run.layers) * heads * times * size_bytes
-            yield copier, times, begin, end
+            share = heads * run.heads // self._geometry.heads
+            end = begin + len(run.layers) * share * size_bytes
+            yield copier, run.heads, begin, end
             begin = end
 
     def _check(self, layer: int | None) -> None:

@@ -69,6 +69,9 @@ class KVGeometry:
     tokens_per_slot: Fraction = Fraction(1)
     """Tokens that one entry of C bytes stands for: more where a model keeps one for several, and
     where this worker has that of one token in several (decode context parallelism)."""
+    one_size: bool = False
+    """Some layers are known not to split their heads as the first do: only engines of one size
+    share."""
     folded_heads: int = 1
     """KV heads that lie side by side in C, in the order of tokens: `heads` is 1 then, and to those
     who copy there is but one."""
@@ -77,9 +80,6 @@ class KVGeometry:
         for name in ("layers", "heads", "channel_bytes", "engine_block_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"geometry.{name}", getattr(self, name), "must be at least 1")
-        for run in self.runs:
-            if run.heads % self.heads:
-                raise UsageError("geometry.runs", run, f"heads must be a multiple of {self.heads}")
         for one in self.each_shape():
             if Fraction(self.engine_block_tokens) % one.tokens_per_slot:
                 raise UsageError(
@@ -308,7 +308,7 @@ def splits_of(
     folded = geometry.folded_heads
     total = geometry.heads * topology.tp_shards
     shards = [topology.tp_shards]
-    alone = geometry.recurrent or folded > 1 or topology.dcp_size > 1
+    alone = geometry.recurrent or geometry.one_size or folded > 1 or topology.dcp_size > 1
     for tp_size in () if alone else tp_sizes:
         try:
             count = shards_of(tp_size, total)

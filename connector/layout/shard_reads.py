@@ -48,7 +48,11 @@ class GroupReads:
         self._by_split: list[tuple[ShardRead, ...]] = []
         for split in layout.splits:
             reads = reads_of(mine, split.tp_shards, geometry.heads * topology.tp_shards)
-            size = self.block_bytes // geometry.heads * split.heads
+            numbers = [split.heads, *(n for read in reads for n in read[1:])]
+            if any(n * run.heads % geometry.heads for run in geometry.runs for n in numbers):
+                self._by_split.append(())  # some layers' heads lie across shards of this split
+                continue
+            size = self.block_bytes * split.heads // geometry.heads
             self._by_split.append(
                 tuple(
                     ShardRead(
@@ -64,7 +68,8 @@ class GroupReads:
         """Payload of all the pieces of one block."""
 
     def pieces(self, split: int) -> tuple[ShardRead, ...]:
-        """Return all heads of this worker, each once, from shards of `split`."""
+        """Return all heads of this worker, each once, from shards of `split`; nothing where they
+        cannot be taken from there."""
         return self._by_split[split]
 
 

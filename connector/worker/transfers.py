@@ -101,6 +101,8 @@ def block_views(
         return None
     its: Views = []
     pieces = groups[block.group].pieces(block.split)
+    if not pieces:
+        return None
     for piece, view in [(piece, next(views)) for piece in pieces]:
         if view is None:
             return None

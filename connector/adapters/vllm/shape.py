@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.adapters.vllm.groups.context import token_parts, topology_of
-from connector.adapters.vllm.groups.heads import tp_shards
+from connector.adapters.vllm.groups.heads import one_size, tp_shards
 from connector.adapters.vllm.groups.kinds import check_model, sorted_groups
 from connector.adapters.vllm.groups.runs import layer_runs
 from connector.adapters.vllm.groups.states import (
@@ -175,12 +175,15 @@ def _group(
         spec = spec.first_spec
     per_state = Fraction(spec.tokens_per_state)
     parts = token_parts(spec, vllm_config, kv_cache_config)
-    runs = layer_runs(group, vllm_config, lambda one: _within_block(vllm_config, one))
     # Where vLLM packs heads in another way, ranges of them mean nothing to another size.
     plain = spec.num_heads == spec.num_kv_heads
     tp_size = int(parallel.tensor_parallel_size)
     shards = tp_shards(spec, group.layer_names, vllm_config)
     heads = shards if shards < tp_size else tp_size * int(spec.num_heads)
+    alone = one_size(spec, group.layer_names, vllm_config, heads)
+    runs = layer_runs(
+        group, vllm_config, lambda one: _within_block(vllm_config, one), one_size=alone
+    )
     topology, context_fields = topology_of(parallel, heads, parts)
     within_block = _within_block(vllm_config, spec)
     return GroupShape(
@@ -194,6 +197,7 @@ def _group(
                 for run in runs
             ),
             tokens_per_slot=parts.tokens_per_slot(per_state),
+            one_size=alone,
         ),
         topology=topology,
         # The scheduler knows the layers of one pipeline stage only; both sides must agree.

@@ -50,6 +50,23 @@ def tp_shards(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmCo
     return total if 0 < total < tp_size and tp_size % total == 0 else tp_size
 
 
+def one_size(
+    spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfig, total_heads: int
+) -> bool:
+    """Return whether the configuration says that the group has layers of which the workers of
+    engines of other sizes hold other parts than of the first, which has `total_heads`.
+
+    As a draft model's with fewer heads. What it does not say, workers alone find out.
+    """
+    arch, speculative = vllm_config.model_config.model_arch_config, vllm_config.speculative_config
+    if getattr(speculative, "method", None) == "extract_hidden_states":
+        return True  # each worker has all of them
+    draft = getattr(speculative, "draft_model_config", None)
+    if (draft is None or draft is vllm_config.model_config) and arch.per_layer_overrides is None:
+        return False
+    return any(heads % total_heads for heads in _heads(spec, layer_names, vllm_config))
+
+
 def _heads(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfig) -> set[int]:
     """KV heads that the layers may have in the whole model, by the configuration."""
     model = vllm_config.model_config

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
 
 from connector.adapters.vllm.groups.heads import tp_shards
 from connector.layout.geometry import LayerRun
@@ -33,11 +33,16 @@ def state_runs(group: KVCacheGroupSpec, pp_size: int) -> tuple[LayerRun, ...]:
 
 
 def layer_runs(
-    group: KVCacheGroupSpec, vllm_config: VllmConfig, within_block: Callable[[KVCacheSpec], str]
+    group: KVCacheGroupSpec,
+    vllm_config: VllmConfig,
+    within_block: Callable[[KVCacheSpec], str],
+    *,
+    one_size: bool = False,
 ) -> tuple[LayerRun, ...]:
     """Return runs of a group whose layers differ, else nothing.
 
-    Raises `UsageError` where what the first layer says of sharing is not true of another.
+    Raises `UsageError` where what the first layer says of sharing is not true of another: with
+    `one_size` whole payloads are shared, whatever heads each layer has.
     """
     runs = _by_shape(group)
     if len(runs) == 1:
@@ -48,11 +53,14 @@ def layer_runs(
     shards = tp_shards(first, names, vllm_config)
     for name in names:
         spec = specs[name]
+        # Hidden states lie token by token, and each worker has all of them.
+        everywhere = isinstance(spec, HiddenStateCacheSpec)
+        fewer, more = sorted((spec.num_heads, first.num_heads))
         right = (
-            spec.num_heads % first.num_heads == 0
+            (one_size or more % fewer == 0)
             and (spec.num_heads == spec.num_kv_heads or shards == 1)
-            and tp_shards(spec, [name], vllm_config) <= shards
-            and (within_block(spec) == within_block(first) or within_block(first) != "")
+            and (everywhere or tp_shards(spec, [name], vllm_config) <= shards)
+            and (everywhere or within_block(first) != "" or within_block(spec) == "")
         )
         if not right:
             raise UsageError(
