@@ -279,12 +279,23 @@ class TpKVTopology:
         return self.block_size_ratio(self.remote_block_size[remote_engine_id])
 
     def is_kv_replicated(self, engine_id: str) -> bool:
-        """Return whether that engine has more workers than the model has KV heads."""
-        return self.remote_tp_size[engine_id] > self.total_num_kv_heads
+        """Return whether that engine has at least as many workers as the model has KV heads."""
+        return self.remote_tp_size[engine_id] >= self.total_num_kv_heads
 
     def replicates_kv_cache(self, remote_engine_id: str) -> bool:
         """Return whether workers of that engine hold the same KV; with `is_mla` always."""
         return self.is_mla or self.is_kv_replicated(remote_engine_id)
+
+    def get_target_remote_rank(self, remote_tp_size: int) -> int:
+        """Return the worker of an engine that is not larger which has this one's heads."""
+        if remote_tp_size > self.tp_size:
+            must = f"must divide {self.tp_size}, or ask get_target_remote_ranks"
+            raise UsageError("remote_tp_size", remote_tp_size, must)
+        return self.tp_rank // self.tp_ratio(remote_tp_size)
+
+    def get_target_remote_rank_from_engine_id(self, remote_engine_id: str) -> int:
+        """`get_target_remote_rank` of an engine of `remote_tp_size`."""
+        return self.get_target_remote_rank(self.remote_tp_size[remote_engine_id])
 
     def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
         """Return the workers of such an engine whose heads this one's are among; replicas too."""

@@ -31,11 +31,11 @@ def copy_kv_blocks(
 ) -> None:
     """Copy block `src_block_ids[i]` of every layer to block `dst_block_ids[i]`, for all i.
 
-    Caches map layer names to tensors of one dtype whose dimension `block_dim`
-    counts blocks and whose last three are tokens, heads, channels ("NHD") or
-    heads, tokens, channels ("HND"); both caches have the same layers and, in one
-    layout, the same blocks. Strides do not matter. All blocks are read before the
-    first is written, layer by layer, so a cache may be copied within itself.
+    Caches map layer names to tensors of one dtype whose dimension `block_dim` counts blocks and
+    whose last three are tokens, heads, channels ("NHD") or heads, tokens, channels ("HND"); with
+    three in all (MLA) they are blocks, tokens, channels. Both caches have the same layers and, in
+    one layout, the same blocks. Strides do not matter. All blocks are read before the first is
+    written, layer by layer, so a cache may be copied within itself.
 
     "h2d": from CPU memory to the device; "d2h": to CPU memory; "d2d": on the
     device. d2h returns when the bytes are there; the others may still run on the
@@ -81,10 +81,10 @@ def _check_layer(
 ) -> None:
     if src.dtype != dst.dtype:
         raise UsageError(f"dst_kv_caches[{name!r}]", str(dst.dtype), f"must be {src.dtype}")
-    if not 0 <= block_dim < src.dim() - 3:
-        raise UsageError("block_dim", block_dim, f"must be from 0 to {src.dim() - 4}")
+    if not 0 <= block_dim < max(src.dim() - 3, int(src.dim() == 3)):
+        raise UsageError("block_dim", block_dim, f"must be from 0 to {max(0, src.dim() - 4)}")
     shape = list(src.shape)
-    if swap:
+    if swap and src.dim() > 3:
         shape[-2], shape[-3] = shape[-3], shape[-2]
     shape[block_dim] = dst.shape[block_dim] if dst.dim() == src.dim() else -1
     if shape != list(dst.shape):
@@ -127,7 +127,7 @@ def _copy_layer(
     raw = integers[src.element_size()]
     src, dst = src.view(raw), dst.view(raw)
     blocks = src.index_select(block_dim, torch.tensor(src_block_ids, device=src.device))
-    if swap:
+    if swap and src.dim() > 3:
         blocks = blocks.transpose(-2, -3)
     dst.index_copy_(
         block_dim, torch.tensor(dst_block_ids, device=dst.device), blocks.to(dst.device)

@@ -102,13 +102,11 @@ def is_v1_kv_transfer_group(connector: object = None) -> bool:
     return isinstance(connector, KVConnectorWorker | KVConnectorScheduler)
 
 
-def get_kv_connector_cache_layout() -> str | None:
-    """How this process's connector needs the KV to lie, "NHD" or "HND".
-
-    None: it takes any, or there is no connector. Ask before the KV is allocated.
-    """
+def get_kv_connector_cache_layout() -> str:
+    """How the KV of this process is to lie, "NHD" or "HND": the former unless its connector needs
+    the latter. Ask before the KV is allocated."""
     connector = _group.connector
-    return None if connector is None else connector.get_required_kvcache_layout()
+    return (connector and connector.get_required_kvcache_layout()) or "NHD"
 
 
 def ensure_kv_transfer_shutdown() -> None:

@@ -5,6 +5,7 @@ The expected values of the fake backends are those of the class of this name in 
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,8 @@ class TestOfVllmsName:
         assert one.get_target_remote_ranks_from_engine_id("there") == [4, 5, 6, 7]
         assert one.is_kv_replicated("there")
         assert not one.is_kv_replicated("here")
+        with pytest.raises(UsageError, match="get_target_remote_ranks"):
+            one.get_target_remote_rank_from_engine_id("there")
         with pytest.raises(KeyError):
             one.tp_ratio_from_engine_id("elsewhere")
 
@@ -165,6 +168,46 @@ class TestOfVllmsName:
         assert one.block_size_position == -2
 
 
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def test_the_class_of_this_name_gives_the_same_answers() -> None:
+    """That of vLLM 0.14, for all sizes and ranks: what it asserts is refused here, and what it
+    answers is the same, but that there is an answer here too where the other engine is larger."""
+    compared = refused = 0
+    for heads in SIZES:
+        for size in (size for size in SIZES if max(size, heads) % min(size, heads) == 0):
+            for rank, remote, mla in itertools.product(range(size), SIZES, (False, True)):
+                one = topology(rank, size, heads, mla=mla)
+                one.remote_tp_size["there"] = remote
+                replicated = remote // heads >= 1
+                assert one.is_kv_replicated("there") == replicated
+                assert one.replicates_kv_cache("there") == (mla or replicated)
+                if size % remote == 0:
+                    assert one.tp_ratio_from_engine_id("there") == one.tp_ratio(remote)
+                    assert one.tp_ratio(remote) == size // remote
+                    there = one.get_target_remote_rank(remote)
+                    assert there == rank // (size // remote)
+                    assert one.get_target_remote_rank_from_engine_id("there") == there
+                    assert one.get_target_remote_ranks(remote) == [there]
+                    compared += 1
+                    continue
+                refused += 1
+                for ask in (
+                    lambda: one.get_target_remote_rank(remote),  # noqa: B023
+                    lambda: one.get_target_remote_rank_from_engine_id("there"),  # noqa: B023
+                ):
+                    with pytest.raises(UsageError):
+                        ask()
+                if remote % size == 0:
+                    assert one.tp_ratio(remote) == -(remote // size)
+                else:
+                    with pytest.raises(UsageError):
+                        one.tp_ratio(remote)
+    assert compared > 500
+    assert refused > 500
+
+
 @pytest.mark.vllm
 def test_vllms_own_topology_gives_the_same_answers() -> None:
     from vllm.distributed.kv_transfer.kv_connector.utils import (
@@ -188,9 +231,14 @@ def test_vllms_own_topology_gives_the_same_answers() -> None:
         assert ours.tp_ratio(remote) == theirs.tp_ratio(remote)
         ranks = theirs.target_remote_ranks("there")
         assert ours.get_target_remote_ranks_from_engine_id("there") == ranks
-        assert ours.is_kv_replicated("there") == theirs.is_kv_replicated("there")
-        assert ours.replicates_kv_cache("there") == theirs.replicates_kv_cache("there")
-        assert ours.replicates_kv_cache("here") == theirs.local_replicates_kv_cache
+        if remote <= size:
+            assert [ours.get_target_remote_rank_from_engine_id("there")] == ranks
+        # The class that has followed the one of this name counts equal numbers otherwise.
+        if remote != heads:
+            assert ours.is_kv_replicated("there") == theirs.is_kv_replicated("there")
+            assert ours.replicates_kv_cache("there") == theirs.replicates_kv_cache("there")
+        if size != heads:
+            assert ours.replicates_kv_cache("here") == theirs.local_replicates_kv_cache
         if not mla:
             assert ours.heads // ours.tp_shards == theirs.local_physical_heads
         mapping = compute_tp_mapping(theirs, remote, (FullAttentionSpec,))

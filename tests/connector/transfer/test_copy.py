@@ -74,6 +74,22 @@ def test_there_and_back_again_gives_the_same_bytes(device: str, layouts: Any) ->
     assert torch.equal(on_device["layer0"][0], kept)
 
 
+@pytest.mark.parametrize("layouts", [("NHD", "NHD"), ("NHD", "HND")])
+def test_blocks_of_latents_have_no_heads(layouts: Any) -> None:
+    """MLA's caches are [blocks, tokens, channels]: both layouts are the same bytes."""
+    src, dst = ({n: kv[:, :, 0] for n, kv in cache(6, seed).items()} for seed in (1, 2))
+    kept = dst["layer0"][5].clone()
+    copy_kv_blocks(src, dst, [4, 0], [1, 2], "d2d", src_layout=layouts[0], dst_layout=layouts[1])
+    for name, layer in dst.items():
+        assert torch.equal(layer[[1, 2]], src[name][[4, 0]])
+    assert torch.equal(dst["layer0"][5], kept)
+    with pytest.raises(UsageError, match="block_dim=1"):
+        copy_kv_blocks(src, dst, [0], [0], "d2d", block_dim=1)
+    flat = {"l": src["layer0"][0]}
+    with pytest.raises(UsageError, match="block_dim=0"):
+        copy_kv_blocks(flat, flat, [0], [1], "d2d")
+
+
 @pytest.mark.parametrize("device", PLACES)
 def test_within_one_cache_all_is_read_before_anything_is_written(device: str) -> None:
     both = cache(4, 1, device=device)

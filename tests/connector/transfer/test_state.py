@@ -208,7 +208,10 @@ def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it():
 def test_the_layout_that_the_kv_must_have_is_the_connectors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert get_kv_connector_cache_layout() is None
+    assert get_kv_connector_cache_layout() == "NHD"
+    ensure_kv_transfer_initialized(config(), "engine")
+    assert get_kv_connector_cache_layout() == "NHD", "it takes any"
+    ensure_kv_transfer_shutdown()
     monkeypatch.setattr(Counted, "get_required_kvcache_layout", lambda self: "HND")
     ensure_kv_transfer_initialized(config(), "engine")
     assert get_kv_connector_cache_layout() == "HND"
