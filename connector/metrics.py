@@ -77,9 +77,12 @@ PREFETCHED_BLOCKS = Metric(
     "result",
     ("yes", "here", "lost", "rejected", NO_NODE, TOO_BUSY),
 )
-# Counted by the scheduler side, when a lookup is answered.
-LOOKUP_BLOCKS = Metric("kvstore_lookup_blocks", "Store blocks that were looked up")
+# Counted by the scheduler side, once.
+BLOCK_TOKENS = Metric("kvstore_block_tokens", "Tokens of a store block, which is loaded whole")
+# Counted by the scheduler side, when a request first gets an answer.
+LOOKUP_BLOCKS = Metric("kvstore_lookup_blocks", "Store blocks looked up, once for each request")
 FOUND_BLOCKS = Metric("kvstore_found_blocks", "Of those, leading ones that could be loaded")
+# Counted by the scheduler side, when a lookup is answered.
 LOOKUP_SECONDS = Metric(
     "kvstore_lookup_seconds", "From asking for a prompt to its answer", buckets=_SECONDS
 )

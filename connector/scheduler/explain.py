@@ -159,8 +159,11 @@ class RequestHistory:
         trace = self._trace(request)
         trace.lookup, trace.refused, trace.limited = lookup, None, limited
         trace.offered_tokens = tokens
-        if trace.local_tokens is None:
+        if trace.local_tokens is None:  # not again while it waits for room, or after a preemption
             trace.local_tokens = min(local_tokens, trace.possible_tokens)
+            blocks = len(lookup.keys[0][0]) if lookup.keys else 0
+            self._counts.add(metrics.LOOKUP_BLOCKS, blocks)
+            self._counts.add(metrics.FOUND_BLOCKS, lookup.run)
         if run < lookup.run:
             trace.note("lookup: %d blocks barred after a failed load", lookup.run - run)
         found_tokens = run * self._layout.block_tokens
@@ -229,10 +232,7 @@ class RequestHistory:
 
     def looked_up(self, lookup: Lookup) -> None:
         """Ask at once why a block is absent: soon the request itself will store it."""
-        counts = self._counts
-        counts.add(metrics.LOOKUP_BLOCKS, len(lookup.keys[0][0]) if lookup.keys else 0)
-        counts.add(metrics.FOUND_BLOCKS, lookup.run)
-        counts.observe(metrics.LOOKUP_SECONDS, lookup.answered_at - lookup.submitted_at)
+        self._counts.observe(metrics.LOOKUP_SECONDS, lookup.answered_at - lookup.submitted_at)
         if lookup.short in _ASKED:
             self._post(partial(self._ask_absent, lookup))
 

@@ -106,6 +106,7 @@ class SchedulerCore:
         self._settings = settings
         self._clock = clock
         self._counts = Counts()
+        self._counts.add(metrics.BLOCK_TOKENS, layout.block_tokens)
         self._history = RequestHistory(store, layout, clock, self._counts)
         self._events = EngineEvents(layout, wanted=settings.events)
         self._retainer = Retainer(store, self._counts, self._history.noted)

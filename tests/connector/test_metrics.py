@@ -23,7 +23,7 @@ from connector_parts import (
 )
 
 from connector import metrics
-from connector.limits import LOAD_JOBS_MAX, STATS_SAMPLES_MAX
+from connector.limits import LOAD_JOBS_MAX, LOOKUP_TTL_S, STATS_SAMPLES_MAX
 from connector.messages import WorkerReport
 from connector.metrics import METRICS, Counts, labelled, summary
 from connector.stats import CountStats
@@ -290,6 +290,7 @@ class TestRequests:
         assert side.match(request) == 2 * BLOCK
         wait_for(lambda: side.core._counts._counts.get("kvstore_lookup_blocks") == 3, "it")
         assert taken(side.core.take_stats) == {
+            "block_tokens": BLOCK,
             "lookup_blocks": 3,
             "found_blocks": 2,
             "lookup_seconds": 1,
@@ -307,3 +308,21 @@ class TestRequests:
             "missed_requests:never-stored": 1,
         }
         assert side.core.take_stats() is None
+
+    def test_a_request_counts_its_blocks_once_however_long_it_waits(
+        self, store: MemoryBlockStore
+    ) -> None:
+        """It is looked up again and again, since an answer grows old."""
+        clock = Clock()
+        side = Side(store, clock=clock)
+        request = FakeRequest("r", list(range(3 * BLOCK + 2)))
+        side.put(request, 2)
+        for _ in range(5):
+            assert side.match(request) == 2 * BLOCK
+            clock.now += LOOKUP_TTL_S + 0.1
+        side.core.plan_step([], ["r"], lambda _: None)  # preempted
+        assert side.match(request) == 2 * BLOCK
+        counted = taken(side.core.take_stats)
+        assert (counted["lookup_blocks"], counted["found_blocks"]) == (3, 2)
+        assert counted["lookup_seconds"] > 1
+        side.core.close()

@@ -229,6 +229,27 @@ class TestEvents:
         assert [type(e).__name__ for e in said] == ["BlockRemoved", *["BlockStored"] * 2]
         assert said[0].block_hashes == stored[0].block_hashes
 
+    @pytest.mark.parametrize("blocks", [7, 8, 15])
+    def test_hashes_of_an_event_count_as_whole_store_blocks_whose_size_is_published(
+        self, make: MakeEngine, blocks: int
+    ) -> None:
+        """A router knows each engine block again; of those before the last whole one it may say
+        that they can be loaded."""
+        size = 8 * ENGINE_BLOCK
+        producer = make(events=True, block_tokens=size)
+        tokens = prompt(2 * size + 5)
+        producer.add("a", tokens, max_tokens=1)
+        producer.run()
+        ours = [e for e in producer.events if e.medium == "CPU"]
+        assert [len(e.block_hashes) * e.block_size for e in ours] == [size] * 2
+        told = [stats.get("kvstore_block_tokens") for stats in producer.stats]
+        assert [value for value in told if value] == [size], "once: a counter that stays"
+        consumer = make(block_tokens=size)
+        shared = blocks * ENGINE_BLOCK
+        consumer.add("b", tokens[:shared] + prompt(20, seed=9))
+        consumer.run()
+        assert consumer.loaded_tokens == shared // size * size
+
     def test_trap_nothing_is_said_of_a_save_that_did_not_happen(
         self, make: MakeEngine, store: MemoryBlockStore
     ) -> None:
