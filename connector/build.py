@@ -118,6 +118,8 @@ class GroupShape:
     """Tokens of the chunks within which a token needs those before it; None: there are none."""
     opaque: bool = False
     """The bytes of an engine block do not lie token by token."""
+    one_size: bool = False
+    """Engines of other sizes split some layers' heads otherwise: they share nothing."""
     fields: dict[str, Field] = field(default_factory=dict)
     """Namespace fields that tell this group from others and from those of other models."""
 
@@ -198,7 +200,7 @@ class EngineShape:
                         geometry,
                         group.topology,
                         tokens,
-                        config.tp_sizes,
+                        () if group.one_size else config.tp_sizes,
                         group.number,
                         hash_tokens,
                         salt,

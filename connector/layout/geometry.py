@@ -69,9 +69,6 @@ class KVGeometry:
     tokens_per_slot: Fraction = Fraction(1)
     """Tokens that one entry of C bytes stands for: more where a model keeps one for several, and
     where this worker has that of one token in several (decode context parallelism)."""
-    one_size: bool = False
-    """Some layers are known not to split their heads as the first do: only engines of one size
-    share."""
     folded_heads: int = 1
     """KV heads that lie side by side in C, in the order of tokens: `heads` is 1 then, and to those
     who copy there is but one."""
@@ -308,7 +305,7 @@ def splits_of(
     folded = geometry.folded_heads
     total = geometry.heads * topology.tp_shards
     shards = [topology.tp_shards]
-    alone = geometry.recurrent or geometry.one_size or folded > 1 or topology.dcp_size > 1
+    alone = geometry.recurrent or folded > 1 or topology.dcp_size > 1
     for tp_size in () if alone else tp_sizes:
         try:
             count = shards_of(tp_size, total)

@@ -272,8 +272,7 @@ class WorkerCore:
             except InternalError as e:
                 log.warning("a transfer goes on: %s", e)
                 continue
-            if isinstance(task, Load) or not task.why:
-                task.why = metrics.ABORTED
+            task.why = metrics.ABORTED
             self._end(task)
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:

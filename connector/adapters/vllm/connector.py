@@ -233,15 +233,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return bool(request.mm_features) and (self._counts_media or unsalted)
 
     def on_new_request(self, request: Request) -> None:
-        loads = not request.skip_reading_prefix_cache
-        self._s.on_new_request(self._hashed(request), loads=loads)
+        self._s.on_new_request(self._hashed(request), loads=not _wants_all_computed(request))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         hashed = self._hashed(request)
-        if request.skip_reading_prefix_cache:
-            return 0, False  # vLLM would discard the answer
+        if _wants_all_computed(request):
+            return 0, False
         tokens = self._s.match(hashed, num_computed_tokens)
         return tokens, bool(tokens) and not self._config.layerwise
 
@@ -482,6 +481,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+
+def _wants_all_computed(request: Request) -> bool:
+    """Return whether something of each prompt token is returned: vLLM says so, but for tasks of
+    pooling that it does not know, where it says nothing."""
+    pooling = request.pooling_params
+    unsaid = pooling is not None and pooling.skip_reading_prefix_cache is None
+    return bool(request.skip_reading_prefix_cache) or unsaid
 
 
 def _warn(vllm_config: VllmConfig) -> None:

@@ -76,8 +76,7 @@ class Watcher:
         return {}
 
     def ended_everywhere(self, job_ids: set[int]) -> set[int]:
-        """Of these loads, which have ended on the workers of this process, those that have on
-        all."""
+        """Of these loads, which have ended on workers here, those that have on all."""
         return job_ids
 
     def end_loads(self, job_ids: set[int], timeout_s: float) -> set[int]:
@@ -193,7 +192,8 @@ def _reset_prefix_cache(
     **kwargs: object,
 ) -> None:
     _end_saves_in_flight(core, ours)
-    _take_back_loads(core, ours, of_all=reset_running_requests)
+    if ours:
+        _take_back_loads(core, ours, of_all=reset_running_requests)
 
 
 def _end_saves_in_flight(core: EngineCore, ours: list[Watcher]) -> None:
@@ -213,7 +213,7 @@ def _take_back_loads(core: EngineCore, ours: list[Watcher], *, of_all: bool) -> 
     is freed (rule 5), and vLLM says that it cannot empty its cache.
     """
     scheduler, loads = core.scheduler, [one.loads_under_way for one in ours]
-    names = scheduler.finished_recving_kv_req_ids.union(*loads) if ours else set()
+    names = scheduler.finished_recving_kv_req_ids.union(*loads)
     held = {r.request_id: r for r in scheduler.requests.values() if _has_loaded(r, names, of_all)}
     loading = {name: one for name, one in held.items() if one.status.name == _LOADING}
     scheduler.failed_recving_kv_req_ids.update(loading)

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.adapters.vllm.groups.context import token_parts, topology_of
 from connector.adapters.vllm.groups.heads import one_size, tp_shards
-from connector.adapters.vllm.groups.kinds import check_model, sorted_groups
+from connector.adapters.vllm.groups.kinds import check_model, check_outputs, sorted_groups
 from connector.adapters.vllm.groups.runs import layer_runs
 from connector.adapters.vllm.groups.states import (
     state_fields,
@@ -63,6 +63,7 @@ def engine_shape(
     if config.layerwise:
         _check_layerwise(vllm_config)
     check_model(vllm_config.model_config)
+    check_outputs(vllm_config)
     found = sorted_groups(kv_cache_config)
     groups = tuple(
         _group(number, group, vllm_config, kv_cache_config) for number, group in found.stored
@@ -197,7 +198,6 @@ def _group(
                 for run in runs
             ),
             tokens_per_slot=parts.tokens_per_slot(per_state),
-            one_size=alone,
         ),
         topology=topology,
         # The scheduler knows the layers of one pipeline stage only; both sides must agree.
@@ -214,6 +214,7 @@ def _group(
             int(spec.attention_chunk_size) if isinstance(spec, ChunkedLocalAttentionSpec) else None
         ),
         opaque=bool(within_block),
+        one_size=alone,
         fields={
             "kv_cache_dtype": f"{vllm_config.cache_config.cache_dtype}/{spec.dtype}",
             "kv_spec": type(spec).__name__,

@@ -53,11 +53,8 @@ def tp_shards(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmCo
 def one_size(
     spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfig, total_heads: int
 ) -> bool:
-    """Return whether the configuration says that the group has layers of which the workers of
-    engines of other sizes hold other parts than of the first, which has `total_heads`.
-
-    As a draft model's with fewer heads. What it does not say, workers alone find out.
-    """
+    """Return whether the configuration has layers that engines of other sizes split otherwise than
+    the first one, of `total_heads`: those of a draft with fewer, or hidden states."""
     arch, speculative = vllm_config.model_config.model_arch_config, vllm_config.speculative_config
     if getattr(speculative, "method", None) == "extract_hidden_states":
         return True  # each worker has all of them

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 from kvstore import UsageError
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
@@ -97,6 +97,15 @@ def sorted_groups(kv_cache_config: KVCacheConfig) -> Groups:
             "must have at least one that can be stored: there is no KV to share",
         )
     return Groups(tuple(stored), tuple(left_out))
+
+
+def check_outputs(vllm_config: VllmConfig) -> None:
+    """Raise `UsageError` where vLLM returns something of tokens that only computing them gives, and
+    does not compute them for it (`skip_reading_prefix_cache`)."""
+    if vllm_config.aux_output_config.enabled and vllm_config.kv_transfer_config.is_kv_consumer:
+        why = "of loaded tokens vLLM has no experts to return, and ends"
+        must = f"must be off: {why}. It may be on where kv_role is kv_producer"
+        raise UsageError("enable_return_routed_experts", True, must)
 
 
 def _why_left_out(number: int, group: KVCacheGroupSpec) -> str | None:

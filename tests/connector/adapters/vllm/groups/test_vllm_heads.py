@@ -207,6 +207,14 @@ def test_trap_heads_that_may_be_copies_or_not_are_all_kept(base: Any, name: str)
     assert shards(base, plain(**AMBIGUOUS[name]), 8, None, 8) == [8]
 
 
+@pytest.mark.parametrize(("heads", "tp_size"), [(6, 8), (3, 4), (3, 8)])
+def test_trap_heads_that_do_not_divide_the_workers_are_no_copies_known_here(
+    base: Any, heads: int, tp_size: int
+) -> None:
+    """vLLM's layers hold one on each worker: whose, is not known."""
+    assert shards(base, plain(num_key_value_heads=heads), heads, None, tp_size) == [tp_size]
+
+
 def test_trap_a_draft_models_heads_are_not_the_models(base: Any) -> None:
     config = with_text(base, plain(num_key_value_heads=4), 8)
     draft = with_text(base, plain(num_key_value_heads=8), 8).model_config

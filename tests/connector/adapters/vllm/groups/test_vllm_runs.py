@@ -4,6 +4,7 @@ vLLM tells its scheduler the first layer's shape only, whichever layer that is."
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,32 @@ def test_both_roles_take_a_latent_and_its_indexer(
     assert scheduler.groups[0].geometry.runs == ()
 
 
+def test_trap_layers_with_other_tokens_per_state_are_runs_of_their_own(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many heads and bytes: a block has fewer entries of theirs."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs as Uniform
+
+    def latent(tokens: int) -> Any:
+        return MLAAttentionSpec(
+            block_size=64,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=128,
+            dtype=torch.uint8,
+            tokens_per_state=tokens,
+        )
+
+    specs = {"a": latent(1), "b": latent(4), "c": latent(1)}
+    group = KVCacheGroupSpec(list(specs), Uniform(block_size=64, kv_cache_specs=specs))
+    _, worker = shapes(on_gpus(base, 1, monkeypatch), KVCacheConfig(8, [], [group]))
+    assert worker.groups[0].geometry.runs == (
+        LayerRun((0, 2), 1, 128),
+        LayerRun((1,), 1, 128, Fraction(4)),
+    )
+
+
 def test_trap_beside_a_latent_the_block_size_is_always_in_the_namespace(
     base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +175,7 @@ def with_draft(config: Any, heads: int, draft_heads: int, method: str = "draft_m
 @pytest.mark.parametrize("tp_size", TP_SIZES)
 @pytest.mark.parametrize("first", ["target", "draft"])
 @pytest.mark.parametrize(("heads", "draft_heads"), [(8, 2), (4, 8), (8, 3), (2, 2)])
-@pytest.mark.covers("draft models with other heads", "model")
+@pytest.mark.covers("draft models with heads of their own", "model")
 def test_a_draft_with_heads_of_its_own_is_stored_whichever_layer_comes_first(
     base: Any,
     monkeypatch: pytest.MonkeyPatch,

@@ -212,6 +212,15 @@ class TestWhatIsSaved:
         assert completed_states(block_state, request, (0, 1, 2), speculative=True) == everything[:1]
         assert completed_states(None, request, (0, 1, 2), speculative=False) == ()
 
+    def test_trap_a_group_is_counted_among_those_that_are_stored(self) -> None:
+        from connector.adapters.vllm.groups.states import completed_states
+
+        offered = SimpleNamespace(boundary_state_offloads={"a": [(3, 7, BLOCK), (1, 8, BLOCK)]})
+        request = SimpleNamespace(request_id="a", num_prompt_tokens=2 * BLOCK)
+        assert completed_states(offered, request, (0, 3), speculative=False) == [
+            StateBlock(1, 7, BLOCK)
+        ]
+
 
 def check_states(store: MemoryBlockStore, layout: Any, tokens: list[int]) -> int:
     """Compare all stored states of a request's prefixes with what they must be; how many."""
