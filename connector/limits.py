@@ -191,8 +191,7 @@ background, and nothing is loaded until it is complete."""
 RESET_RETRY_S: Seconds = 1.0
 """Pause before a reset that was not complete is tried again."""
 END_SAVES_S: Seconds = 5.0
-"""How long emptying an engine's cache waits for copies of saves, and then of loads, that are
-running."""
+"""How long emptying an engine's cache waits for copies of saves, and again of loads."""
 FINGERPRINTS_KEPT_MAX: Count = 1024
 """Fingerprints of weights and adapters that one process remembers."""
 

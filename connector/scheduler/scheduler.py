@@ -458,7 +458,7 @@ class SchedulerCore:
 
     @property
     def loads_under_way(self) -> dict[str, int]:
-        """The load job of each request whose load not every worker is known to be done with."""
+        """The load job of each request whose load has not ended on every worker."""
         return {name: load.job.job_id for name, load in self._loads.items()}
 
     def handed_over(self, request_id: str) -> int:

@@ -97,12 +97,10 @@ def block_views(
 
     None when one is not there.
     """
-    if not block.found:
+    pieces = groups[block.group].pieces(block.split)
+    if not (block.found and pieces):
         return None
     its: Views = []
-    pieces = groups[block.group].pieces(block.split)
-    if not pieces:
-        return None
     for piece, view in [(piece, next(views)) for piece in pieces]:
         if view is None:
             return None

@@ -249,10 +249,9 @@ class WorkerCore:
 
     def end_loads(self, job_ids: set[int], timeout_s: float) -> set[int]:
         """End these loads, each after the copy of it that is running. Return those that have ended,
-        now or before: no copy of them runs, and none will start.
+        now or before: no copy of them runs or will start.
 
-        Each is still reported once, but none of its blocks as invalid: they may be another
-        request's by then, and who asks counts all of them so.
+        Each is still reported once, but no block as invalid: it may be another request's by then.
         """
         asked = {job_id for job_id in job_ids if job_id <= self._last_load}
         with self._lock:

@@ -228,8 +228,7 @@ def _take_back_loads(core: EngineCore, ours: list[Watcher], *, of_all: bool) -> 
                 held.pop(name, None)
     tables = [scheduler.kv_cache_manager.get_block_ids(name) for name in held]
     for future, *_ in getattr(core, "batch_queue", None) or ():
-        # What a step under way reports as failed may be another's when vLLM reads of it. The
-        # workers have answered what came behind it, so it is there.
+        # Of a step under way: the blocks that it says are invalid may be another's by then.
         transfers = getattr(future.result(), "kv_connector_output", None)
         if transfers is not None:
             transfers.failed_recving.difference_update(held)
@@ -242,8 +241,7 @@ def _take_back_loads(core: EngineCore, ours: list[Watcher], *, of_all: bool) -> 
 
 
 def _has_loaded(request: Request, names: set[str], of_all: bool) -> bool:
-    """Return whether the request, one of `names`, has blocks of a load; or it holds some behind
-    one, and waits to be scheduled."""
+    """Return whether the request, one of `names`, has blocks of a load, or waits with some."""
     if request.is_finished() or (of_all and request.status.name == _LOADING):
         return request.request_id in names
     waits = request.status.name in ("WAITING", "PREEMPTED") and request.num_computed_tokens > 0

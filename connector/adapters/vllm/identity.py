@@ -197,7 +197,8 @@ def _draft(
     if method in DRAFTS_WITHOUT_KV:
         return ""
     if method == "extract_hidden_states":  # of these layers
-        return f"{method}, {draft.hf_config.eagle_aux_hidden_state_layer_ids}"
+        layers = getattr(draft and draft.hf_config, "eagle_aux_hidden_state_layer_ids", None)
+        return f"{method}, {layers}"
     if draft is None or str(draft.model) == str(vllm_config.model_config.model):
         return method  # with no weights, or with the target's
     weights = _weights(vllm_config, draft, config.weights_id)

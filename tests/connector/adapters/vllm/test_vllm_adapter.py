@@ -68,7 +68,9 @@ ADDED = {
     "adapter_changes",
     "own_cache_emptied",
     "saves_ended",
+    "end_loads",
     "end_saves",
+    "ended_everywhere",
 }
 """Ours alone: nothing of vLLM calls it."""
 
