@@ -68,8 +68,7 @@ class GroupReads:
         """Payload of all the pieces of one block."""
 
     def pieces(self, split: int) -> tuple[ShardRead, ...]:
-        """Return all heads of this worker, each once, from shards of `split`; nothing where they
-        cannot be taken from there."""
+        """Return all heads of this worker, each once, from shards of `split`; () if impossible."""
         return self._by_split[split]
 
 

@@ -124,7 +124,6 @@ class WorkerCore:
         self._closing = threading.Event()
         self._counts = Counts()
         self._last_load = -1
-        """The highest number of a load job so far."""
         self._dropped = 0
         self._said_at = float("-inf")
 

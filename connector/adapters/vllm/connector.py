@@ -484,8 +484,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
 
 
 def _wants_all_computed(request: Request) -> bool:
-    """Return whether something of each prompt token is returned: vLLM says so, and says nothing of
-    tasks of pooling that it does not know."""
+    """Return whether vLLM returns something of each prompt token, or does not say (pooling)."""
     pooled = request.pooling_params
     unsaid = pooled is not None and pooled.skip_reading_prefix_cache is None
     return bool(request.skip_reading_prefix_cache) or unsaid

@@ -72,7 +72,6 @@ class Watcher:
 
     @property
     def loads_under_way(self) -> dict[str, int]:
-        """The number of its load, by request."""
         return {}
 
     def ended_everywhere(self, job_ids: set[int]) -> set[int]:
@@ -215,10 +214,10 @@ def _take_back_loads(core: EngineCore, ours: list[Watcher], *, of_all: bool) -> 
     scheduler, loads = core.scheduler, [one.loads_under_way for one in ours]
     names = scheduler.finished_recving_kv_req_ids.union(*loads)
     held = {r.request_id: r for r in scheduler.requests.values() if _has_loaded(r, names, of_all)}
-    loading = {name: one for name, one in held.items() if one.status.name == _LOADING}
-    scheduler.failed_recving_kv_req_ids.update(loading)
-    for request in loading.values():  # from here on none of it counts, whatever workers report
-        request.num_computed_tokens = 0
+    for name, request in held.items():
+        if request.status.name == _LOADING:  # from here on nothing counts, whatever workers report
+            scheduler.failed_recving_kv_req_ids.add(name)
+            request.num_computed_tokens = 0
     asked = [{job_id for name, job_id in one.items() if name in held} for one in loads]
     if any(asked):
         replies = core.model_executor.collective_rpc(end_loads, args=(asked,))

@@ -41,8 +41,7 @@ def layer_runs(
 ) -> tuple[LayerRun, ...]:
     """Return runs of a group whose layers differ, else nothing.
 
-    Raises `UsageError` where what the first layer says of sharing is not true of another: with
-    `one_size` whole payloads are shared, whatever heads each layer has.
+    Raises `UsageError` where what the first layer says of sharing is not true of another.
     """
     runs = _by_shape(group)
     if len(runs) == 1:
