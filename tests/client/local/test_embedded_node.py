@@ -25,6 +25,7 @@ from kvstore.client.local import embedded_node, host_writers
 from kvstore.client.local.embedded_node import embedded_name, start_embedded_node
 from kvstore.client.local.writer import NODE_SEARCH_S
 from kvstore.index.embedded_redis.server import EmbeddedRedis
+from kvstore.limits import PATIENT_TIMEOUT_S
 from kvstore.machine import Machine
 from kvstore.nodedir import NodeDir
 from kvstore.rundir import listens
@@ -149,7 +150,8 @@ def test_the_first_put_waits_for_a_redis_that_is_late(tmp_path, monkeypatch):
 
 def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
     """Where only Redis can tell that the node is ours."""
-    monkeypatch.setattr(host_writers, "FIRST_NODE_WAIT_S", 0.5)
+    # Beyond what the first contact with an index may take.
+    monkeypatch.setattr(host_writers, "FIRST_NODE_WAIT_S", 2 * PATIENT_TIMEOUT_S)
     slept = []
     monkeypatch.setattr(host_writers, "POLL_S", 0.0123)  # told from what other threads sleep
     monkeypatch.setattr(Machine, "sleep", staticmethod(lambda s: (slept.append(s), sleep(s))))

@@ -59,7 +59,7 @@ def finds_nothing_for(client: Client, reason: MissReason) -> str:
     assert client.get("k") is None
     explanation: Explanation = client.explain(TOKENS)
     assert explanation.hit_tokens == 0
-    for missing in (explanation.first_missing, client.explain_key("k")):
+    for missing in (explanation.first_missing, client.explain_key("k").first_missing):
         assert missing is not None
         assert missing.reason is reason, missing
     return str(explanation.first_missing)
@@ -139,7 +139,7 @@ def test_a_save_with_checksums_replaces_them_once_and_both_can_read(
         assert blocks_of(always) == blocks_of(never) == len(BLOCKS)
     else:
         assert always.get("k") == never.get("k") == b"v" * 1000
-        assert always.explain_key("k") is None
+        assert always.explain_key("k").reason is None
 
 
 def _saved_as_connectors_do(client: Client) -> list[Any]:
@@ -215,7 +215,7 @@ def test_who_is_not_served_finds_nothing_and_is_told_why_and_others_are_served(
         if wrong not in ("a certificate for another name", "no certificate of its own"):
             with client_of(node, elsewhere, **right) as other:
                 assert reads_all(other)
-                assert other.explain_key("k") is None
+                assert other.explain_key("k").reason is None
                 assert other.health()
 
 
@@ -253,13 +253,13 @@ def test_a_node_that_has_no_room_is_named_and_found_again_when_it_has(
     settings = {"listen": ("127.0.0.1", 0), "security": SECURITY, "size_bytes": 8 * MIB}
     with NodeThread(redis_server, **settings) as node, client_of(node) as writer:
         save(writer)
-        monkeypatch.setattr(server, "STREAM_CONNECTIONS_MAX", 0)
+        monkeypatch.setattr(server, "share", lambda most, one_in: 0)
         with client_of(node, elsewhere) as client:
             assert "hung up" in finds_nothing_for(client, MissReason.UNREADABLE_REFUSED)
-            monkeypatch.setattr(server, "STREAM_CONNECTIONS_MAX", 9)
+            monkeypatch.setattr(server, "share", lambda most, one_in: 9)
             wait_until(lambda: client.match_prefix(TOKENS).blocks == 4, "it has room")
             assert reads_all(client)
-            assert client.explain_key("k") is None
+            assert client.explain_key("k").reason is None
 
 
 def test_the_next_start_of_the_node_is_believed_anew(
@@ -364,7 +364,7 @@ import kvstore.segment.unmapped
 used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 with Client(url, run_dir=Path(run_dir), key_prefix=prefix, limits=Limits(redis_timeout_s=5.0)) as c:
     resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20),) * 2)
-    print(c.get("k"), c.explain_key("k"), bool(c.health()), c.put("l", b"v").reason)
+    print(c.get("k"), c.explain_key("k").first_missing, bool(c.health()), c.put("l", b"v").reason)
 """
 
 
