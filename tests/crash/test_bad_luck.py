@@ -111,6 +111,7 @@ def test_a_stopped_redis_is_a_deadline_and_then_an_immediate_miss():
         fresh(node, limits=Limits()) as client,
     ):
         client.put("k", b"1")
+        client.get("absent")  # the first contact has a deadline of its own
         redis.signal(signal.SIGSTOP)
         for _ in range(4):
             quickly(lambda: client.get("x"), 0.5)

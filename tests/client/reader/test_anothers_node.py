@@ -64,7 +64,7 @@ def test_what_is_put_is_got_in_every_way(root: Client, size: int) -> None:
     assert root.get("k") == value
     assert root.get("k") == value, "from where it is remembered"
     out = bytearray(size + 5)
-    got = root.get("k", out)
+    got = root.get("k", out=out)
     assert (bytes(got), bytes(out[size:])) == (value, bytes(5))
     assert root.get_many(["k", "no"], out=[bytearray(size), None])[0] == value
     assert root.put("k", value).status is PutStatus.EXISTS
@@ -79,7 +79,7 @@ def test_arrays_have_their_shape_and_an_out_is_checked_first(root: Client) -> No
     got = root.get("k")
     assert (got.dtype, got.shape, got.tobytes()) == (value.dtype, value.shape, value.tobytes())
     out = numpy.zeros_like(value)
-    assert root.get("k", out) is out
+    assert root.get("k", out=out) is out
     assert (out == value).all()
     wrong = numpy.ones((10, 10), dtype="<i8")
     with pytest.raises(UsageError):

@@ -84,7 +84,7 @@ def test_every_way_of_reading_sees_it(node: NodeProcess, careful: Client) -> Non
         return key
 
     assert careful.get(damaged()) is None
-    assert careful.get(damaged(), out) is None
+    assert careful.get(damaged(), out=out) is None
     assert careful.get_many([damaged()]) == [None]
     assert not careful.pin(damaged())
     raw_key = careful.namespace.value_key(damaged())
