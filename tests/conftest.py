@@ -5,6 +5,7 @@ Also the real Redis processes that several folders share (support/processes/redi
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -31,6 +32,15 @@ settings.load_profile("commit")
 # Ctrl-C, and the processes that they start, are to have it as in a terminal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Import vLLM before the first test that needs it: on a busy machine that takes most of the
+    time that a test has, and what a time-out interrupts stays half imported."""
+    wanted = any(item.get_closest_marker("vllm") for item in session.items)
+    if wanted and not session.config.option.collectonly and find_spec("vllm") is not None:
+        importlib.import_module("vllm.v1.core.sched.scheduler")
 
 
 def _missing() -> dict[str, str]:

@@ -24,10 +24,10 @@ FULL_FOLDERS = {
 }
 """Folders that may have more files, and how many."""
 LONG_FILES = {
-    "connector/adapters/vllm/connector.py": 500,
+    "connector/adapters/vllm/connector.py": 510,
     "connector/scheduler/scheduler.py": 600,
     "connector/worker/worker.py": 520,
-    "kvstore/client/client.py": 500,
+    "kvstore/client/client.py": 530,
     "kvstore/client/local/control.py": 620,
     "kvstore/client/local/writer.py": 640,
     "kvstore/client/reader.py": 480,
@@ -41,7 +41,7 @@ LONG_FILES = {
 """Files that may be longer, and how long. Why, each says in its own docstring."""
 LONG_FUNCTIONS = {
     "kvstore/client/client.py: __init__": 95,
-    "kvstore/client/session.py: __init__": 115,
+    "kvstore/client/session.py: __init__": 120,
 }
 """Functions that may be longer, and how long. Why, a comment in each says."""
 SAME_NAMES = {

@@ -27,7 +27,7 @@ UNTYPED = {
     "connector/scheduler": (16, "what lock-step processes say to each other, JSON of requests"),
     "connector/transfer": (19, "an engine's own, under vLLM's names; a connector's own metadata"),
     "connector/worker": (9, "tasks of threads that do several kinds; options passed on"),
-    "kvstore": (6, "values and rows of callers; JSON of other processes, TOML of operators"),
+    "kvstore": (7, "values and rows of callers; JSON of other processes, TOML of operators"),
     "kvstore/cli": (1, "what --json prints"),
     "kvstore/client": (24, "values of callers before they are checked; bodies of answers; pyzmq"),
     "kvstore/core": (4, "bodies of answers in parts; options passed on"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +17,7 @@ from connector.settings import ConnectorSettings
 from kvstore import UsageError
 from kvstore.config_file import read_config
 from kvstore.settings.limit_table import LimitTable
-from kvstore.settings.reader import allowed_in
+from kvstore.settings.reader import Allowed, allowed_in
 from kvstore.settings.toml_file import CONFIG
 
 MODULES = (kvstore.limits, connector.limits)
@@ -32,13 +34,19 @@ def run(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def moved(table: LimitTable) -> dict[str, int | float]:
+def moved(table: LimitTable) -> dict[str, object]:
     """Another value for each."""
     in_force = table.in_force()
-    return {
-        name: (getattr(in_force, name) * 2 if allowed.kind is float else allowed.range.least + 16)
-        for name, allowed in allowed_in(table.kind).items()
-    }
+
+    def other(name: str, allowed: Allowed) -> object:
+        value = getattr(in_force, name)
+        if allowed.kind is bool:
+            return not value
+        if isinstance(value, str):  # one of several words
+            return next(one for one in get_args(allowed.kind) if one != value)
+        return value * 2 if allowed.kind is float else allowed.range.least + 16
+
+    return {name: other(name, allowed) for name, allowed in allowed_in(table.kind).items()}
 
 
 def test_every_declared_constant_is_moved_in_a_process_that_starts_with_the_file(tmp_path) -> None:
@@ -46,7 +54,9 @@ def test_every_declared_constant_is_moved_in_a_process_that_starts_with_the_file
     said = ""
     for module in MODULES:
         said += f"[{module.MOVABLE.table}]\n"
-        said += "".join(f"{name} = {value}\n" for name, value in moved(module.MOVABLE).items())
+        said += "".join(
+            f"{name} = {json.dumps(value)}\n" for name, value in moved(module.MOVABLE).items()
+        )
     path.write_text(said)
     code = (
         "import kvstore.limits as a, connector.limits as b, dataclasses\n"
