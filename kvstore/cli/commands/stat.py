@@ -91,9 +91,10 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> Shown:
         index["error"] = str(e)
     local = {node.announcement.node_id: node for node in local_nodes(run_dir, key_prefix)}
     faults: dict[int, Unreadable | None] = {}
-    with suppress(UsageError):  # `kvstore doctor` says what is wrong with the settings
-        reached = reach(url, key_prefix, run_dir, LIMITS.redis_timeout_s)
-        faults = {one.announcement.node_id: one.fault for one in reached}
+    if not index["error"]:
+        with suppress(UsageError):  # `kvstore doctor` says what is wrong with the settings
+            reached = reach(url, key_prefix, run_dir, LIMITS.redis_timeout_s)
+            faults = {one.announcement.node_id: one.fault for one in reached}
     nodes: list[Shown] = []
     words = announced | {node_id: node.announcement for node_id, node in local.items()}
     for node_id, announcement in sorted(
