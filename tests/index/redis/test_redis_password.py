@@ -59,7 +59,7 @@ def index_of(url: str, timeout_s: float = 5.0) -> RedisIndex:
     return open_index(url, timeout_s=timeout_s, publish_timeout_s=timeout_s)
 
 
-def answers(index: RedisIndex) -> bool:
+def answers(index: RedisIndex | Client) -> bool:
     try:
         index.ping()
     except IndexUnavailableError:
@@ -102,7 +102,7 @@ def test_node_and_client_go_on_after_it_was_changed_and_so_does_the_command_line
         assert client.put("before", b"1")
         guarded.change(NEW)
         put_file(file, NEW)
-        wait_until(far.health, "the client is well", HEALED_S)
+        wait_until(lambda: answers(far), "the client asks the index again", HEALED_S)
         assert client.put("after", b"2")
         index = node.directory.announcement()
         assert index is not None
