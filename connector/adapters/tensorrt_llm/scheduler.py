@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from connector.adapters.tensorrt_llm.interface import (
     LlmRequest,
@@ -128,13 +128,14 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
                 state.first = state.promised = state.saved = 0
             state.reported = True
             self._note(state, data)
-            loaded = self._honoured(state)
-            if run := self._run(data.request_id, state, state.first, state.first + loaded):
-                loads.append(replace(run, refs=tuple(row[:loaded] for row in state.refs)))
+            taken = self._honoured(state)
+            # A block that is taken in part is loaded whole: the rest is computed to the same.
+            state.saved = state.first + -(-taken // self._block_tokens)
+            if run := self._run(data.request_id, state, state.first, state.saved, state.refs):
+                loads.append(run)
             self._ends_at.append((self._step + HELD_STEPS, state.promise))
-            state.saved = state.first + loaded
             end = data.computed_position + data.num_scheduled_tokens
-            self._plan_save(data.request_id, state, end + loaded * self._block_tokens, saves)
+            self._plan_save(data.request_id, state, end + taken, saves)
         for data in scheduler_output.cached_requests:
             state = self._requests.get(int(data.request_id))
             if state is None or not state.stored or not state.reported:
@@ -156,14 +157,15 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         self._forget(int(request.request_id))
 
     def cancel_load(self, request: LlmRequest, start: int, end: int) -> None:
-        """Take back the blocks of the tokens from `start` to `end`. Those before them are still
-        loaded, or, where it is the offer's beginning (the engine has it by now), those after."""
+        """Take back the blocks that lie whole between tokens `start` and `end`. Those before them
+        are still loaded, or, where it is the offer's beginning (the engine has it by now), those
+        after."""
         state = self._requests.get(int(request.request_id))
         if state is None:
             return
         size = self._block_tokens
         first, last = state.first, state.first + state.promised
-        begin, behind = max(first, start // size), min(last, -(-end // size))
+        begin, behind = max(first, -(-start // size)), min(last, end // size)
         if begin >= behind:
             return
         if begin == first and behind < last:
@@ -180,14 +182,10 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         state.blocks += data.new_block_ids
 
     def _honoured(self, state: _Request) -> int:
-        """Return how many blocks of its offer the engine has taken; what it cannot hold is
-        computed."""
+        """Return how many tokens of its offer the engine has taken, and counts as computed."""
         tokens = getattr(state.request, "py_num_connector_matched_tokens", None)
-        size = self._block_tokens
-        taken = state.promised if tokens is None else int(tokens) // size
-        taken = max(0, min(taken, state.promised, len(state.blocks) - state.first))
-        placed = state.blocks[state.first : state.first + taken]
-        return next((i for i, block in enumerate(placed) if block < 0), taken)
+        offered = state.promised * self._block_tokens
+        return offered if tokens is None else max(0, min(int(tokens), offered))
 
     def _plan_save(self, id_: int, state: _Request, end: int, saves: list[Run]) -> None:
         """Have blocks saved that are full once the step's forward is over."""
@@ -200,17 +198,26 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
             saves.append(run)
         state.saved = full
 
-    def _run(self, id_: int, state: _Request, first: int, end: int) -> Run | None:
-        """Blocks `first` to `end` that the engine has a place for."""
-        placed = [
-            (name, block)
-            for name, block in zip(state.names[first:end], state.blocks[first:end], strict=False)
-            if block >= 0  # behind a window there is none
-        ]
+    def _run(
+        self,
+        id_: int,
+        state: _Request,
+        first: int,
+        end: int,
+        refs: Sequence[tuple[BlockRef, ...]] = (),
+    ) -> Run | None:
+        """Blocks `first` to `end` that the engine has a place for, and where these are."""
+        known = range(first, min(end, len(state.names), len(state.blocks)))
+        # Behind a window there is no place, and nobody reads.
+        placed = [i for i in known if state.blocks[i] >= 0]
         if not placed:
             return None
-        names, blocks = zip(*placed, strict=True)
-        return Run(int(id_), names, blocks)
+        return Run(
+            int(id_),
+            tuple(state.names[i] for i in placed),
+            tuple(state.blocks[i] for i in placed),
+            tuple(tuple(row[i - first] for i in placed) for row in refs),
+        )
 
     def _names(self, known: list[bytes], tokens: list[int], salt: str | int | None) -> list[bytes]:
         extra: Callable[[int, int], object] = lambda first, end: salt  # noqa: E731

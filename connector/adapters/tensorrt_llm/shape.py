@@ -47,8 +47,11 @@ def check(args: object) -> None:
             "must be false: each rank has requests and blocks of its own then",
         )
     windows = getattr(getattr(args, "kv_cache_config", None), "max_attention_window", None)
-    if len(set(windows or ())) > 1:
-        raise UsageError("kv_cache_config.max_attention_window", windows, ONE_GROUP)
+    longest = getattr(args, "max_seq_len", None)
+    # What is behind a window loses its block to other tokens, and the flat calls do not say so.
+    if windows and (longest is None or min(windows) < longest):
+        must = f"must not be set, or be at least max_seq_len ({longest}): no block may be given away"
+        raise UsageError("kv_cache_config.max_attention_window", windows, must)
     ranks, of_host = tp_size(args), getattr(args, "gpus_per_node", None)
     if of_host is not None and ranks > int(of_host):
         raise UsageError(

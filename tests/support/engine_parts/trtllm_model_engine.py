@@ -73,7 +73,7 @@ def install(monkeypatch: Any, *, moved: bool = True) -> None:
         self._metadata = None
 
     def layout(self: Any, layout: Any) -> None:
-        """The default of @0972960b: one pool comes as the tensor that it always was."""
+        """The default: one pool comes as the tensor that it always was."""
         self.register_kv_caches(layout.as_single_pool_tensor())
 
     worker = {
@@ -158,11 +158,13 @@ class ModelEngine:
         blocks: int = 64,
         chunk: int = 1 << 20,
         grow: bool = False,
+        window: int | None = None,
         **changes: Any,
     ) -> None:
         """`make` and `scheduler` make the connector's sides. With `grow` blocks are allocated for
-        each chunk, as by KVCacheManagerV2."""
-        self.chunk, self.grow = chunk, grow
+        each chunk, as by KVCacheManagerV2. A block that lies whole behind the `window` of the
+        tokens to be computed has no place: -1 stands for it (`BAD_PAGE_INDEX`)."""
+        self.chunk, self.grow, self.window = chunk, grow, window
         self.calls: list[str] = []
         self.workers: list[Any] = []
         shape = (blocks, LAYERS, 2, BLOCK)
@@ -252,7 +254,7 @@ class ModelEngine:
         else:
             self.asked_before.add(request.request_id)
         self.seen.pop(request.request_id, None)
-        self.free += request.blocks
+        self._free(request)
         request.prompt, request.generated = request.prompt + request.generated, []
         request.blocks, request.position = [], 0
 
@@ -272,11 +274,16 @@ class ModelEngine:
             tokens = min(tokens, request.position + self.chunk)
         new = []
         while len(request.blocks) * BLOCK < tokens:
-            new.append(self.free.pop(0))
+            end = (len(request.blocks) + 1) * BLOCK
+            behind = self.window is not None and end <= request.position - self.window
+            new.append(-1 if behind else self.free.pop(0))
             request.blocks.append(new[-1])
         if new and len(new) == len(request.blocks):
             self.calls.append("update_state_after_alloc")
             self.scheduler.update_state_after_alloc(request, list(request.blocks))
+
+    def _free(self, request: Request) -> None:
+        self.free += [block for block in request.blocks if block >= 0]
 
     def _data(self, request: Request, loaded: int) -> SimpleNamespace:
         tokens = request.get_tokens(0)
@@ -342,4 +349,4 @@ class ModelEngine:
             assert self.scheduler.request_finished(request, list(request.blocks)) is False
             self.calls.append("request_finished")
             self.seen.pop(request.request_id, None)
-            self.free += request.blocks
+            self._free(request)

@@ -146,15 +146,21 @@ def test_a_block_missing_in_one_rank_ends_the_offer_before_it(
     assert store.pins() == 0
 
 
-def test_an_offer_that_is_taken_in_part_is_computed_beyond(make: Make) -> None:
+@pytest.mark.parametrize("back", [False, True], ids=["unsaid", "taken-back"])
+@pytest.mark.parametrize("taken", [3 * BLOCK, 2 * BLOCK + 1], ids=["whole-blocks", "within-one"])
+def test_an_offer_that_is_taken_in_part_is_computed_beyond(
+    make: Make, taken: int, back: bool
+) -> None:
     make().generate([PROMPT])
     engine = make(chunk=2 * BLOCK)
     add = engine._add
 
     def part(request: Any) -> int:
         add(request)
-        request.position = request.cached = request.py_num_connector_matched_tokens = 3 * BLOCK
-        return 3 * BLOCK
+        if back:
+            engine.scheduler.cancel_load(request, taken, len(PROMPT))
+        request.position = request.cached = request.py_num_connector_matched_tokens = taken
+        return taken
 
     engine._add = part  # type: ignore[method-assign]
     (found,) = engine.generate([PROMPT])

@@ -198,6 +198,14 @@ def test_trap_a_failed_forward_saves_nothing(make: Make, store: MemoryBlockStore
             {"kv_cache_config": SimpleNamespace(max_attention_window=[512, 4096])},
             "max_attention_window",
         ),
+        (
+            {
+                "kv_cache_config": SimpleNamespace(max_attention_window=[512]),
+                "max_seq_len": 4096,
+            },
+            "max_attention_window",
+        ),
+        ({"kv_cache_config": SimpleNamespace(max_attention_window=[512])}, "max_seq_len"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_at_start_by_name(
@@ -210,6 +218,22 @@ def test_what_cannot_be_shared_is_refused_at_start_by_name(
 
     with pytest.raises(UsageError, match=field):
         start()
+
+
+def test_a_window_as_long_as_the_longest_sequence_is_none(make: Make) -> None:
+    whole = SimpleNamespace(tokens_per_block=BLOCK, max_attention_window=[64])
+    for _ in range(2):
+        (found,) = make(kv_cache_config=whole, max_seq_len=64).generate([PROMPT])
+    assert (found.generated, found.cached) == (alone(PROMPT), 8 * BLOCK)
+
+
+def test_trap_blocks_without_a_place_do_not_keep_those_behind_them_from_being_loaded(
+    make: Make,
+) -> None:
+    """The engine counts all that it was offered as computed, whether it has a place or not."""
+    make().generate([PROMPT])
+    (found,) = make(window=3 * BLOCK).generate([PROMPT])
+    assert (found.generated, found.cached) == (alone(PROMPT), 8 * BLOCK)
 
 
 def layout_of(*groups: tuple[int | None, int, int], pool: Any = None) -> SimpleNamespace:
