@@ -50,7 +50,7 @@ def check(args: object) -> None:
     longest = getattr(args, "max_seq_len", None)
     # What is behind a window loses its block to other tokens, and the flat calls do not say so.
     if windows and (longest is None or min(windows) < longest):
-        must = f"must not be set, or be at least max_seq_len ({longest}): no block may be given away"
+        must = f"must not be set, or be max_seq_len ({longest}) at least: every block must be kept"
         raise UsageError("kv_cache_config.max_attention_window", windows, must)
     ranks, of_host = tp_size(args), getattr(args, "gpus_per_node", None)
     if of_host is not None and ranks > int(of_host):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lmcache_objects import (
     PATIENCE_S,
+    PATIENT,
     ROOT,
     SIZE,
     adapter_of,
@@ -231,12 +232,13 @@ def test_wrong_settings_are_refused_when_lmcache_starts(node: NodeProcess) -> No
             adapter_of(node, **wrong)
 
 
+@pytest.mark.timeout(400)
 def test_lmcaches_own_benchmark_verifies_what_it_loads(redis_server: RedisServer) -> None:
     with NodeProcess(redis_server, size=128 * MIB) as large:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "lmcache.cli.main", "bench", "l2"),
-                *("--l2-adapter", json.dumps(spec(large))),
+                *("--l2-adapter", json.dumps(spec(large, limits=PATIENT))),
                 *("--no-skip-verify", "--num-keys", "32", "--in-flight", "4"),
                 *("--data-size-kb", "64", "--rounds", "3", "--lookup-max-hit-rate", "0.5"),
             ],
@@ -244,7 +246,7 @@ def test_lmcaches_own_benchmark_verifies_what_it_loads(redis_server: RedisServer
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
         )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -247,6 +247,7 @@ def test_every_method_of_lmcaches_interface_is_known() -> None:
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_lmcaches_own_benchmark_on_two_hosts(tmp_path: Path) -> None:
     """Network namespaces: what the benchmark stores on one, it finds and loads on the other."""
+    patient = {"lookup_timeout_s": 5.0, "limits": PATIENT}
     with Hosts(2) as hosts:
         places = cluster.Places("lmcache", tmp_path)
         processes = cluster.start(hosts, places, "128MiB")
@@ -254,7 +255,7 @@ def test_lmcaches_own_benchmark_on_two_hosts(tmp_path: Path) -> None:
         def bench(host: str, *options: str) -> str:
             command = [
                 *(sys.executable, "-m", "lmcache.cli.main", "bench", "l2"),
-                *("--l2-adapter", json.dumps(spec_of({"lookup_timeout_s": 5.0}))),
+                *("--l2-adapter", json.dumps(spec_of(patient))),
                 *("--num-keys", "32", "--in-flight", "4", "--data-size-kb", "64"),
                 *("--rounds", "2", *options),
             ]
