@@ -19,7 +19,7 @@ from kvstore.rundir import private_dir
 from kvstore.testing.hosts import SWITCH, Hosts, why_not
 
 REDIS_PORT, STREAM_PORT = 6379, 7401
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 DESCRIPTION = """\
 Several hosts on one machine, for tests and trials. Needs root.
