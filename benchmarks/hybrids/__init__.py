@@ -1,0 +1,1 @@
+"""Replays prompts through vLLM's scheduler and our connector's, with a node's core as the store."""
