@@ -685,8 +685,11 @@ class Node:
 def _unusable(run_dir: Path, error: OSError) -> Exception:
     """`error` itself, or what to do when a file system is full or may not be written."""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        where = error.filename or run_dir
-        return UsageError("run_dir", str(run_dir), f"cannot be used: {where}: {error.strerror}")
+        where = Path(error.filename or run_dir)
+        field, used = "run_dir", run_dir
+        if not where.is_relative_to(run_dir):
+            field, used = "shm_dir", where.parent
+        return UsageError(field, str(used), f"cannot be used: {where}: {error.strerror}")
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     remedy = "free bytes and inodes there, or name another with --run-dir"

@@ -433,6 +433,18 @@ def test_a_node_that_cannot_share_its_memory_keeps_none_of_it(tmp_path, index, m
     assert not node.dir.path.exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "named"), [("/dev/shm/kvstore-1.head", "shm_dir='/dev/shm'"), (None, "run_dir=")]
+)
+def test_the_directory_that_may_not_be_written_is_named(tmp_path, index, monkeypatch, file, named):
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", file)
+
+    monkeypatch.setattr(Node, "_share_files", refused)
+    with pytest.raises(UsageError, match=f"^{named}.*: cannot be used"):
+        Node(NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB), index).start()
+
+
 def test_a_node_in_vram_that_cannot_hand_it_over_keeps_no_files(tmp_path, index, monkeypatch):
     def refused(*_):
         raise PermissionError(errno.EPERM, "not this user's")

@@ -154,7 +154,9 @@ def _wait_for(process: subprocess.Popen[bytes], directory: NodeDir) -> None:
     while not _ready(directory):
         if process.poll() is not None and not directory.alive():
             said = process.stderr.read().decode(errors="replace").strip()
-            raise NodeUnavailableError(f"the embedded node ended at once: {said[-500:]}")
+            # Behind what it logged.
+            why = said.rpartition("\n")[2][-500:]
+            raise NodeUnavailableError(f"the embedded node ended at once: {why}")
         waited_s = time.monotonic() - began
         if halfway_s is None and waited_s > START_TIMEOUT_S / 2:
             halfway_s = wanted_by_s(process.pid)
