@@ -217,7 +217,11 @@ def slowest_s(port: int, for_s: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "for_s", [pytest.param(4.0, id="seconds"), pytest.param(300.0, marks=pytest.mark.long)]
+    "for_s",
+    [
+        pytest.param(4.0, id="seconds"),
+        pytest.param(300.0, id="minutes", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
 )
 def test_a_crowd_of_slow_clients_delays_no_probe(redis_server: RedisServer, for_s: float) -> None:
     """One connection that sent a byte now and then, or four silent ones, did: the kubelet killed
