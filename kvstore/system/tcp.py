@@ -20,7 +20,7 @@ from kvstore.system.threads import interpreter_ends
 NAME_KEPT_S = 6.0
 """How long an answer is good, longer than any pause between two tries (`retry_after_max_s`): a
 name server that needs more than one caller's deadline is heard by the next."""
-BACKLOG = 128
+BACKLOG = 1024
 _KINDS = (socket.AF_INET, socket.AF_INET6)
 _Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 _Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, _Address]]

@@ -203,17 +203,17 @@ class Crowd:
             one.close()
 
 
-def slowest_s(port: int, for_s: float) -> float:
-    """The slowest answer of `/live`, asked again and again."""
-    slowest, over = 0.0, time.monotonic() + for_s
+def answered_s(port: int, for_s: float) -> list[float]:
+    """How long `/live` took each time, asked again and again; the slowest comes first."""
+    taken_s, over = list[float](), time.monotonic() + for_s
     while time.monotonic() < over:
         began = time.monotonic()
         with connected(port) as probe:
             probe.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert probe.recv(15) == b"HTTP/1.1 200 OK"
-        slowest = max(slowest, time.monotonic() - began)
+        taken_s.append(time.monotonic() - began)
         time.sleep(0.02)
-    return slowest
+    return sorted(taken_s, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,10 @@ def test_a_crowd_of_slow_clients_delays_no_probe(redis_server: RedisServer, for_
             NodeProcess(redis_server, size=8 * MIB, options=options),
             Crowd(port, silent=200, dripping=200),
         ):
-            assert slowest_s(port, for_s) < 1.0
+            slowest_s, *others_s = answered_s(port, for_s)
+            # A connection that the kernel lost comes a second later; a kubelet allows for three.
+            assert slowest_s < 3.0
+            assert others_s[len(others_s) // 1000] < 1.0
 
 
 def test_a_request_has_its_time_as_a_whole(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
