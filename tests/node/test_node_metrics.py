@@ -135,7 +135,7 @@ def test_a_loop_that_does_not_answer_is_told(
         on.set()
     assert status == 503
     assert "has not answered" in body
-    assert ask(node, path)[0] == 200
+    wait_until(lambda: ask(node, path)[0] == 200, "the loop answers again")
 
 
 @pytest.mark.parametrize(("path", "status"), [("/", 404), ("/metrics/../etc", 404), ("/x", 404)])
@@ -232,10 +232,7 @@ def test_a_crowd_of_slow_clients_delays_no_probe(redis_server: RedisServer, for_
             NodeProcess(redis_server, size=8 * MIB, options=options),
             Crowd(port, silent=200, dripping=200),
         ):
-            slowest_s, *others_s = answered_s(port, for_s)
-            # A connection that the kernel lost comes a second later; a kubelet allows for three.
-            assert slowest_s < 3.0
-            assert others_s[len(others_s) // 1000] < 1.0
+            assert answered_s(port, for_s)[0] < 1.0
 
 
 def test_a_request_has_its_time_as_a_whole(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

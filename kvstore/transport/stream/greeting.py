@@ -6,6 +6,7 @@ import secrets
 import ssl
 
 from kvstore.errors import NodeUnavailableError
+from kvstore.protocol import stream_seal
 from kvstore.protocol.stream import WireError
 from kvstore.protocol.stream_handshake import (
     NODE_HELLO_BYTES,
@@ -13,6 +14,7 @@ from kvstore.protocol.stream_handshake import (
     VERDICT_BYTES,
     ClientHandshake,
 )
+from kvstore.system.fork import no_forks
 from kvstore.transport.stream.channel import Channel
 
 
@@ -21,6 +23,10 @@ def shake_hands(
 ) -> None:
     """Prove to `node`, its id and epoch, that both know the secret. Raises `PeerError`, and
     `SSLError` for a certificate that the node does not accept."""
+    # A probe's thread may be the first that imports `cryptography`: a child forked meanwhile
+    # would wait for the import's lock for ever.
+    with no_forks:
+        stream_seal.available()
     nonce = secrets.token_bytes(NONCE_BYTES)
     shake = ClientHandshake(secret, nonce, node, protected=channel.encrypted)
     proof = b""
