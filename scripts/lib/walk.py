@@ -249,6 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/walk")
     parser.add_argument("--only", default="")
     parser.add_argument("--summary", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
     tracer = Tracer()
     with two_hosts() as hosts:
@@ -256,6 +257,11 @@ def main() -> None:
         walks = [*client_walks(tracer, *hosts), *connector_walks(tracer, *hosts)]
         tracer.uninstall()
     walks = [walk for walk in walks if args.only in walk.name]
+    if args.markdown:
+        print("| walk | functions | files | climbs |\n|---|---|---|---|")
+        for walk in walks:
+            print(f"| {walk.name} | {len(walk.places)} | {walk.files} | {walk.climbs} |")
+        return
     for walk in walks if not args.summary else ():
         print(shown(walk), end="\n\n")
     print(f"{'':30} functions   files  climbs")
