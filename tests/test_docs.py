@@ -122,3 +122,14 @@ def test_the_last_line_of_the_score_counts_the_answers() -> None:
         sum(guess.startswith(word) for _, guess in answered()) for word in ("yes", "half", "no")
     ]
     assert [int(count) for count in told[-1]] == counts
+
+
+def test_every_decision_stands_once_in_the_index_by_its_title() -> None:
+    folder = ROOT / "docs" / "decisions"
+    headings = {
+        page.name: page.read_text().splitlines()[0].removeprefix("# ") for page in folder.glob("0*")
+    }
+    listed = re.findall(r"^- \[(\d+)\]\((.+)\) (.+)$", (folder / "README.md").read_text(), re.M)
+    titles = {name: f"{number}: {title}" for number, name, title in listed}
+    assert len(titles) == len(listed)
+    assert {n: t.lower() for n, t in titles.items()} == {n: h.lower() for n, h in headings.items()}
