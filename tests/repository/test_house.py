@@ -49,6 +49,17 @@ SAME_NAMES = {
     "KVStoreConnector": "engines' configurations say it, those of vLLM and those of the package",
 }
 """Names that two public classes have, and why."""
+SUMS_MAX = {
+    "kvstore": 44_900,
+    "connector": 21_500,
+    "tests": 100_100,
+    "pokes": 1_000,
+}
+"""Lines by house, without the simulator and with C; and how often a test looks at a private name
+of something else. A change that raises one says in its commit what it takes out instead, or why
+not; one that lowers it lowers the number here. How many items pytest collects, scripts/test
+holds."""
+SIMULATOR = "kvstore/testing/sim/"
 FILES_REASON = re.compile(r"(?i)\b((in|hence) one file|one class,|longer than other files)(?=\W)")
 FUNCTIONS_REASON = "# Longer than other functions: "
 
@@ -100,6 +111,17 @@ def wrong(found: Found, most: int, listed: Mapping[str, int], reason: re.Pattern
         elif not reason.search(text):
             told.append(f"{name}: {size}, and no reason is given there")
     return told + [f"{name}: is not larger than {most} any more" for name in set(listed) - large]
+
+
+def pokes(text: str) -> int:
+    """How often `text` looks at a private name of what is not its own `self` or `cls`."""
+    return sum(
+        isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +208,24 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     `scripts/test -k NAME`."""
     names = Counter(PurePosixPath(name).name for name in tracked(ROOT, "tests"))
     assert [name for name, count in names.items() if count > 1 and name.startswith("test_")] == []
+
+
+def test_no_house_grows_unsaid() -> None:
+    names = tracked(ROOT, *SUMS_MAX.keys() - {"pokes"})
+    source = {
+        name: (ROOT / name).read_text()
+        for name in names
+        if name.endswith((".py", ".c", ".h")) and not name.startswith(SIMULATOR)
+    }
+    sums = Counter[str]()
+    for name, text in source.items():
+        sums[PurePosixPath(name).parts[0]] += len(text.splitlines())
+        if name.startswith("tests/") and name.endswith(".py"):
+            sums["pokes"] += pokes(text)
+    assert {what: sums[what] for what, most in SUMS_MAX.items() if sums[what] > most} == {}
+    slack = {what: sums[what] for what, most in SUMS_MAX.items() if sums[what] < most * 0.99}
+    assert not slack, "lower SUMS_MAX: what is out stays out"
+
+
+def test_a_look_at_a_private_name_is_counted() -> None:
+    assert pokes("a._b; self._c; cls._d; e.f; g.__class__; monkeypatch.setattr(h._i, 1)") == 2
