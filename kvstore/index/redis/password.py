@@ -12,6 +12,7 @@ from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.secret import read_secret
 from kvstore.system.fork import in_each_child
 from kvstore.system.renewed import Renewed
+from kvstore.system.threads import NO_THREAD
 
 Password = str | Callable[[float], str]
 """One that stays, or what gives it until a deadline (`monotonic`)."""
@@ -54,7 +55,10 @@ class AskedPassword:
                 find = Thread(
                     target=self._find, args=(answer,), name="kvstore-password", daemon=True
                 )
-                find.start()
+                try:
+                    find.start()
+                except RuntimeError as e:
+                    raise IndexUnavailableError(NO_THREAD) from e
                 self._answer, self._ask_at = answer, monotonic() + KEPT_S
         return answer.result(max(deadline - monotonic(), 0.0))
 

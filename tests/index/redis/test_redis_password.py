@@ -234,6 +234,21 @@ def test_a_function_that_fails_is_said_and_what_it_said_is_not(
         assert "abcdef" not in str(said.value)
 
 
+def test_a_host_without_threads_is_an_index_that_is_away_until_it_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = password_module.AskedPassword(lambda: "secret")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(IndexUnavailableError, match="no thread"):
+            asked(time.monotonic() + 5)
+    assert asked(time.monotonic() + 5) == "secret"
+
+
 def test_a_child_asks_anew(guarded: Guarded) -> None:
     """The thread that its parent asks in is not there."""
     hangs = threading.Event()
