@@ -35,7 +35,7 @@ class WorkThread(Generic[T]):
 
     @property
     def full(self) -> bool:
-        """Whether one more item would be refused now."""
+        """Return whether one more item would be refused now."""
         return self._items.qsize() >= self.items_max
 
     def put(self, item: T) -> bool:

@@ -69,7 +69,7 @@ class Breaker:
         """To be read: when `allows` lets the next probe through, unless closed."""
 
     def allows(self, now: float) -> bool:
-        """Whether a call may go ahead now; unless closed, that call is the one probe."""
+        """Return whether a call may go ahead now; unless closed, that call is the one probe."""
         if self.state is BreakerState.CLOSED:
             return True
         if now < self.probe_at:

@@ -51,7 +51,7 @@ def _salted(digest: bytes, salt: bytes) -> bytes:
 
 
 def ttl_of(namespace_id: int) -> int:
-    """How many seconds blocks of that namespace may live; 0: as long as there is room.
+    """Return how many seconds blocks of that namespace may live; 0: as long as there is room.
 
     It stands in the id itself, so that whoever has a block knows it, a node after a restart too:
     up to 16 s exactly, above that rounded down by at most a sixteenth.
@@ -80,8 +80,8 @@ class Namespace:
     __slots__ = ("_of_blocks", "_of_engine", "_of_values", "fields", "fingerprint", "id")
 
     def __init__(self, fields: Mapping[str, Field], *, salt: bytes = b"") -> None:
-        """With `salt`, a secret, keys cannot be computed from fields and tokens alone; a field
-        says which salt it is, by 32 bits that do not lead back to it."""
+        """`salt` is a secret: with it, keys cannot be computed from fields and tokens alone. A
+        field says which salt it is, by 32 bits that do not lead back to it."""
         if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
             raise UsageError("namespace", fields, "must be a mapping of names to values")
         if not isinstance(salt, bytes):
@@ -205,7 +205,7 @@ def bind_hashes(root: bytes, hashes: list[bytes], run_blocks: int) -> list[Key]:
 
 
 def chain(last: bytes, blocks: bytes, step: int, others: list[bytes]) -> list[bytes]:
-    """As `chained_hashes`."""
+    """Do as `chained_hashes` does."""
     hashes = []
     for i, other in enumerate(others):
         last = sha256(last + blocks[i * step : (i + 1) * step] + other).digest()

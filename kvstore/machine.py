@@ -116,7 +116,7 @@ class Machine:
         return filelock.try_lock(path)
 
     def may_write(self, path: Path) -> bool:
-        """Whether this user may write to the file."""
+        """Return whether this user may write to the file."""
         return os.access(path, os.W_OK)
 
     def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:

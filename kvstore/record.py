@@ -50,7 +50,7 @@ def pack_place(
     length: int,
     checksum: int,
 ) -> bytes:
-    """As `pack_record`, from the parts of a location."""
+    """Pack a record as `pack_record` does, from the parts of a location."""
     body = _BODY.pack(
         RECORD_VERSION, granule, segment, epoch, node_id, generation, slot, length, checksum
     )
@@ -107,7 +107,7 @@ def node_start(node_id: int, epoch: int) -> bytes:
 
 
 def has_checksum(record: bytes) -> bool:
-    """Whether the block of a record has one; nothing else is checked."""
+    """Return whether the block of a record has one; nothing else is checked."""
     return any(record[_CHECKSUM])
 
 
@@ -142,7 +142,7 @@ class RecordSigner:
         return record + self._signature(key, record)
 
     def right(self, key: Key, record: bytes) -> bool:
-        """Whether `record` ends in the signature that it must have under `key`."""
+        """Return whether `record` ends in the signature that it must have under `key`."""
         expected = self._signature(key, record[:RECORD_BYTES])
         return compare_digest(expected, record[RECORD_BYTES:])
 
@@ -152,7 +152,7 @@ class RecordSigner:
         return raw[:-1] + self._word_field(raw)
 
     def announced(self, raw: bytes) -> bool:
-        """Whether `raw` is what `announcement` made of an object."""
+        """Return whether `raw` is what `announcement` made of an object."""
         end = len(raw) - _WORD_FIELD_BYTES
         return compare_digest(self._word_field(raw[:end] + b"}"), raw[end:])
 

@@ -134,8 +134,8 @@ def socket_path(path: Path, *, field: str = "run_dir") -> Path:
 
 
 def listens(path: Path) -> bool:
-    """Whether somebody listens at this Unix socket. Its file alone does not say so: it is there a
-    moment before, and stays after a listener that was killed."""
+    """Return whether somebody listens at this Unix socket. Its file alone does not say so: it is
+    there a moment before, and stays after a listener that was killed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -19,7 +19,7 @@ class TokenBucket:
         self._at = 0.0
 
     def allows(self, size_bytes: int, now: float) -> bool:
-        """Whether `size_bytes` may be checked at `now` (seconds); if so they are spent."""
+        """Return whether `size_bytes` may be checked at `now` (seconds); if so they are spent."""
         gained = max(now - self._at, 0.0) * self._bytes_per_s
         self._left = min(self._left + gained, float(self._bytes_per_s))
         self._at = max(now, self._at)

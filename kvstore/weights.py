@@ -83,7 +83,7 @@ def weights_fingerprint(
 
 
 def _files(root: Path) -> list[Path]:
-    """What counts, by name. Raises `UsageError` when none of it is weights."""
+    """Return what counts, by name. Raises `UsageError` when none of it is weights."""
     if root.is_file():
         return [root]
     if not root.is_dir():
@@ -145,7 +145,7 @@ def _digest(file: Path, samples: int, deadline: float) -> bytes:
 
 
 def _parts(fd: int, file: Path, size_bytes: int, samples: int) -> Iterator[_Range]:
-    """What is read of a file; it follows from its size and header alone."""
+    """Return what is read of a file; it follows from its size and header alone."""
     if size_bytes <= WEIGHT_WHOLE_BYTES_MAX:
         yield from _pieces(_Range(0, size_bytes))
         return

@@ -162,7 +162,7 @@ class GroupLayout:
 
     @property
     def forgetful(self) -> bool:
-        """Whether a token does not need the KV of all before it."""
+        """Return whether a token does not need the KV of all before it."""
         return self.geometry.recurrent or bool(self.window_tokens or self.chunk_tokens)
 
     def needed_from(self, end_token: int) -> int:
@@ -203,18 +203,19 @@ class StoreLayout:
 
     @property
     def forgetful(self) -> bool:
-        """Whether some group has only the end of a prefix: it cannot go back by one token."""
+        """Return whether some group has only the end of a prefix: it cannot go back by one
+        token."""
         return any(group.forgetful for group in self.groups)
 
     @property
     def recurrent(self) -> bool:
-        """Whether some group has states, which exist at some tokens only."""
+        """Return whether some group has states, which exist at some tokens only."""
         return any(group.geometry.recurrent for group in self.groups)
 
     @property
     def takes_parts(self) -> bool:
-        """Whether a load may end within a block: not where there are states, where an entry stands
-        for several tokens, or where a group that is not stored needs another boundary."""
+        """Return whether a load may end within a block: not where there are states, where an entry
+        stands for several tokens, or where a group that is not stored needs another boundary."""
         return self.boundary_tokens == 1 and all(
             not group.geometry.recurrent and group.geometry.tokens_per_slot == 1
             for group in self.groups
@@ -222,14 +223,14 @@ class StoreLayout:
 
     @property
     def opaque(self) -> bool:
-        """Whether some group's engine blocks cannot be told apart token by token."""
+        """Return whether some group's engine blocks cannot be told apart token by token."""
         return any(group.opaque for group in self.groups)
 
     @property
     def fails_by_request(self) -> bool:
-        """Whether a failed load is told by request: with several groups, each of which has
-        block tables of its own, a block id does not name a block; and with states all
-        tokens before a block that failed are lost too."""
+        """Return whether a failed load is told by request: with several groups, each of which has
+        block tables of its own, a block id does not name a block; and with states all tokens before
+        a block that failed are lost too."""
         return max(self.engine_groups, len(self.groups)) > 1 or self.recurrent
 
     def blocks_per_key(self, group: int = 0) -> int:

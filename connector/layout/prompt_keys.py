@@ -39,7 +39,8 @@ class PromptKeys:
 
     @classmethod
     def of_layout(cls, layout: StoreLayout) -> Self | None:
-        """None for an engine that hashes by itself: tokens do not tell its keys."""
+        """Return the keys of `layout`'s prompts; None for an engine that hashes by itself, whose
+        keys tokens do not tell."""
         namespace = layout.groups[0].namespaces[0]
         if namespace.fields.get("hash_algorithm") != ALGORITHM:
             return None

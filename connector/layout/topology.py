@@ -159,7 +159,8 @@ class TpKVTopology:
 
     @property
     def tp_shards(self) -> int:
-        """How many distinct parts of the KV the tensor-parallel workers of one stage have."""
+        """Return how many distinct parts of the KV the tensor-parallel workers of one stage
+        have."""
         return shards_of(self.tp_size, self.heads)
 
     @property
@@ -169,18 +170,18 @@ class TpKVTopology:
 
     @property
     def _same_heads(self) -> int:
-        """How many workers of one stage hold the heads that this one holds."""
+        """Return how many workers of one stage hold the heads that this one holds."""
         return self.tp_size // self.tp_shards * self.pcp_size
 
     @property
     def _among_same(self) -> int:
-        """This worker's place among those: prefill context ranks of a tensor-parallel rank come one
-        after another, as decode context parallelism counts them."""
+        """Return this worker's place among those: prefill context ranks of a tensor-parallel rank
+        come one after another, as decode context parallelism counts them."""
         return self.tp_rank % (self.tp_size // self.tp_shards) * self.pcp_size + self.pcp_rank
 
     @property
     def dcp_rank(self) -> int:
-        """Which part of a block's tokens this worker holds."""
+        """Return which part of a block's tokens this worker holds."""
         return self._among_same % self.dcp_size
 
     @property
@@ -195,7 +196,7 @@ class TpKVTopology:
 
     @property
     def saves(self) -> bool:
-        """Whether this worker is the replica that saves its shard: the first."""
+        """Return whether this worker is the replica that saves its shard: the first."""
         return self._among_same < self.dcp_size
 
     @property
@@ -209,7 +210,8 @@ class TpKVTopology:
 
     @property
     def is_kv_layout_blocks_first(self) -> bool:
-        """Whether a layer's cache counts blocks first, so that K and V of a block lie together."""
+        """Return whether a layer's cache counts blocks first, so that K and V of a block lie
+        together."""
         if self.is_mamba or self.attn_backend is None:
             return True
         shape = self._cache_shape()
@@ -217,14 +219,14 @@ class TpKVTopology:
 
     @property
     def cross_layers_blocks(self) -> bool:
-        """Whether one tensor holds the blocks of all layers."""
+        """Return whether one tensor holds the blocks of all layers."""
         if self.tensor_shape is None or self.attn_backend is None:
             return False
         return len(self.tensor_shape) == len(self._cache_shape()) + 1
 
     @property
     def split_k_and_v(self) -> bool:
-        """Whether K and V are in regions of their own."""
+        """Return whether K and V are in regions of their own."""
         return not (self.cross_layers_blocks or self.is_mla or self.is_kv_layout_blocks_first)
 
     @property

@@ -61,7 +61,8 @@ def token_list(said: object) -> list[int] | None:
 
 
 def text_only(messages: object) -> bool:
-    """Whether all content is text: images and the like are part of the KV and not of the tokens."""
+    """Return whether all content is text: images and the like are part of the KV and not of the
+    tokens."""
     if not isinstance(messages, list):
         return False
     for message in messages:

@@ -134,7 +134,8 @@ class Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     def _has_room(self) -> bool:
-        """Whether one more may come in; where there is none, one that had its time goes for it."""
+        """Return whether one more may come in; where there is none, one that had its time goes for
+        it."""
         most = open_files_share(ROUTER_IDLE_CLIENTS_MAX, 2) - 2 * len(self.busy)
         most = max(most, open_files_share(ROUTER_IDLE_CLIENTS_MAX, 16))
         if len(self.idle) + len(self._entering) < most:

@@ -53,8 +53,8 @@ class Name:
         return cls(host, port, role, at)
 
     async def engines(self) -> list[Engine]:
-        """None at all while there is no such name; those of before while nobody can be asked.
-        Those that are new are passed over until they have answered a probe."""
+        """Return no engine while there is no such name, and the former ones while no name server
+        can be asked. New ones are passed over until they have answered a probe."""
         down_until = time.monotonic() + DOWN_S
         try:
             found = await self._look_up()

@@ -69,7 +69,8 @@ class Round:
 
     @property
     def loaded_every_block(self) -> bool:
-        """Whether each prompt's full blocks were loaded; what is behind them may have been, too."""
+        """Return whether each prompt's full blocks were loaded; what is behind them may have been,
+        too."""
         return all(a is not None and a.loaded_tokens >= PREFIX_TOKENS for a in self.answers)
 
 

@@ -62,7 +62,7 @@ class Prefixes:
     once an engine has told them."""
 
     def __init__(self, locator: Locator, residency: Residency | None = None) -> None:
-        """With `residency`, the index is asked for prefixes only while a node is not heard."""
+        """Ask the index for prefixes only while a node is not heard, where `residency` is given."""
         self._locator = locator
         self._residency = residency
         self._models: dict[str, _Model] = {}
@@ -181,7 +181,7 @@ class Prefixes:
             pause_s = max(min(pause_s * 2, POLL_MAX_S), self._waiting / POLLS_PER_S_MAX)
 
     async def _holders(self, key: Key) -> HolderRuns | None:
-        """None when the index does not tell."""
+        """Return who holds the prefix of `key`; None when the index does not tell."""
         try:
             holders = await self._look(self._locator.leading, [key])
         except TimeoutError:

@@ -26,8 +26,9 @@ NAME, looked up again and again. --prefill and --decode may be given several tim
 
 
 def is_no_bad_http(record: logging.LogRecord) -> bool:
-    """Whether it tells of more than a client that speaks no HTTP, or whose body cannot be unpacked:
-    that one hears so himself, and whoever can connect would fill the log with tracebacks."""
+    """Return whether it tells of more than a client that speaks no HTTP, or whose body cannot be
+    unpacked: that one hears so himself, and whoever can connect would fill the log with
+    tracebacks."""
     raised = record.exc_info[1] if record.exc_info else None
     return not isinstance(raised, HttpProcessingError | web.RequestPayloadError)
 

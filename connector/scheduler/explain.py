@@ -105,7 +105,7 @@ class RequestHistory:
         clock: Clock = time.monotonic,
         counts: Counts | None = None,
     ):
-        """What is counted goes into `counts` too."""
+        """Count in `counts`, if given."""
         self._counts = counts or Counts()
         self._store = store
         self._layout = layout
@@ -268,7 +268,8 @@ class RequestHistory:
         )
 
     def _namespace_of(self, lookup: Lookup, block: int, key: Key) -> Namespace | None:
-        """Whose key it is, among the engine's own; None for one of another writer's split."""
+        """Return whose key it is, among the engine's own; None for one of another writer's
+        split."""
         for group, shards in zip(self._layout.groups, lookup.keys, strict=True):
             for namespace, keys in zip(group.namespaces, shards, strict=True):
                 if block < len(keys) and keys[block] == key:

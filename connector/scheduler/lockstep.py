@@ -107,7 +107,7 @@ class LockstepScheduler:
         num_blocks: int,
         forget: Callable[[set[int]], None] = lambda _: None,
     ) -> None:
-        """As `SchedulerCore.bind_pins`. Raises `UsageError` where engines have pools of
+        """Do as `SchedulerCore.bind_pins` does. Raises `UsageError` where engines have pools of
         different sizes: their schedulers would part when the smaller one is full."""
         self._agree("engine blocks", num_blocks)
         self._workers = workers

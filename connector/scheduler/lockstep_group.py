@@ -23,7 +23,7 @@ class Exchange(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of them."""
+        """Return whether this is the first of them."""
         ...
 
     def __call__(self, said: Any) -> list[Any]:

@@ -38,7 +38,7 @@ class Resetter:
 
     @property
     def pending(self) -> bool:
-        """Whether something from before may still be found."""
+        """Return whether something from before may still be found."""
         return bool(self._saves) or self._done != self._asked
 
     def ask(self, saves: Iterable[int] = (), wait_s: float = RESET_WAIT_S) -> bool:

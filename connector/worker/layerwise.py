@@ -57,7 +57,7 @@ class StepLoads:
 
     @property
     def hangs(self) -> bool:
-        """Whether it was too late and the copying thread is still busy with it."""
+        """Return whether it was too late and the copying thread is still busy with it."""
         return self._late and not self._copied
 
     def left_s(self) -> float:
@@ -77,7 +77,7 @@ class StepLoads:
                 self._changed.wait(left_s)
 
     def end(self, timeout_s: float) -> None:
-        """After the forward: set `loaded` of every task; nothing is written after this.
+        """Set `loaded` of every task, after the forward; nothing is written after this.
 
         A layer that nobody has waited for may have been read before it was
         there, so without a `wait` for each of them nothing counts as loaded.

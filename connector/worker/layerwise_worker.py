@@ -68,7 +68,7 @@ class LayerwiseWorker(WorkerCore):
             self._step_loads.wait(place.layer)
 
     def poll(self, wait_s: float = 0.0) -> WorkerReport:
-        """After the forward; the loads of the step are among what ended, late or not."""
+        """Report what ended, after the forward: the loads of the step are among it, late or not."""
         report = super().poll(wait_s)
         step, self._step_loads = self._step_loads, None
         if step is not None:

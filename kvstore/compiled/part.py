@@ -18,7 +18,7 @@ BLOCK_WRITES_SOURCE = Path(__file__).with_name("block_writes.c")
 
 
 def wanted() -> str | None:
-    """What that variable says in this process."""
+    """Return what that variable says in this process."""
     return os.environ.get(COMPILED)
 
 
@@ -39,8 +39,8 @@ def load(wanted: str | None, module: str, source: Path) -> ModuleType | None:
 
 
 def _is_of(module: ModuleType, source: Path) -> bool:
-    """Whether the source beside it, if there is one, is what was compiled: an editable install
-    keeps what was built when it was made."""
+    """Return whether the source beside it, if there is one, is what was compiled: an editable
+    install keeps what was built when it was made."""
     try:
         return bool(crc32(source.read_bytes()) == module.SOURCE_CRC32)
     except OSError:

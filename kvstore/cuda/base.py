@@ -58,7 +58,7 @@ class CudaEvent(Protocol):
     """Stands for all that was queued on a stream up to one moment."""
 
     def done(self) -> bool:
-        """Whether all of it has been carried out. Raises `DeviceError` when it failed."""
+        """Return whether all of it has been carried out. Raises `DeviceError` when it failed."""
         ...
 
 
@@ -103,8 +103,8 @@ class CudaDevice(Protocol):
 
     @property
     def maps_read_only(self) -> bool:
-        """Whether memory that is opened without `writable` cannot be written to; known for sure
-        once some was opened so."""
+        """Return whether memory that is opened without `writable` cannot be written to; known for
+        sure once some was opened so."""
         ...
 
     def allocate(self, size_bytes: int) -> int:
@@ -142,8 +142,8 @@ class CudaDevice(Protocol):
         ...
 
     def reaches(self, uuid: str) -> bool:
-        """Whether this device may map memory of the device `uuid`: False when the driver says no.
-        True for a device that is hidden from this process, of which `open` will tell."""
+        """Return whether this device may map memory of the device `uuid`: False when the driver
+        says no. True for a device that is hidden from this process, of which `open` will tell."""
         ...
 
     def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
@@ -159,7 +159,7 @@ class CudaDevice(Protocol):
         ...
 
     def flush_rdma_writes(self) -> None:
-        """What RDMA has written to this device's memory by now is what copies find there that are
+        """Make what RDMA has written to this device's memory so far visible to copies that are
         queued after it."""
         ...
 
@@ -169,7 +169,7 @@ class CudaDevice(Protocol):
 
 
 def wait(event: CudaEvent, deadline: float) -> bool:
-    """Whether `event` was done before `deadline` (seconds of `time.monotonic`).
+    """Return whether `event` was done before `deadline` (seconds of `time.monotonic`).
 
     The driver's own wait has no deadline (rule 8), hence polls: at once for `POLL_SPIN_S`, then
     with pauses that grow.

@@ -29,7 +29,8 @@ def announced_nodes(index: Index, signer: RecordSigner | None = None) -> dict[in
 def nodes_among(
     raws: Mapping[int, bytes], signer: RecordSigner | None = None
 ) -> dict[int, Announcement]:
-    """Those of the answer `raws` of `Index.nodes` that count, as `announced_node` has it."""
+    """Return those announcements of `raws`, the answer of `Index.nodes`, that `announced_node`
+    accepts."""
     believed = {node_id: _believed(node_id, raw, signer) for node_id, raw in raws.items()}
     return {node_id: word for node_id, word in believed.items() if word is not None}
 

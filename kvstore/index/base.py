@@ -38,7 +38,8 @@ _patience = _Patience()
 
 @contextmanager
 def patient(timeout_s: float = PATIENT_TIMEOUT_S) -> Iterator[None]:
-    """This thread's calls in here may take `timeout_s` where an index's own deadline is shorter."""
+    """Let this thread's calls inside the block take `timeout_s` where an index's own deadline is
+    shorter."""
     before, _patience.timeout_s = _patience.timeout_s, timeout_s
     try:
         yield
@@ -116,7 +117,7 @@ class Index(Protocol):
         ...
 
     def identity(self) -> str:
-        """Which index this is, as far as that can be told without asking it.
+        """Return which index this is, as far as that can be told without asking it.
 
         Two that say the same are one index; of two that differ nobody knows. Empty where
         nothing can be told. Names no user and no password.

@@ -102,7 +102,8 @@ class MemoryIndex:
             return self._incarnation
 
     def lose_everything(self) -> None:
-        """What FLUSHALL does to Redis: records and announcements go, the incarnation changes."""
+        """Lose what Redis loses by FLUSHALL: records and announcements go, the incarnation
+        changes."""
         with self._lock:
             self._records.clear()
             self._nodes.clear()

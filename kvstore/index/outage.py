@@ -132,7 +132,7 @@ class GuardedIndex:
 
     @property
     def index(self) -> Index:
-        """What is behind the breakers."""
+        """Return what is behind the breakers."""
         return self._index
 
     @property

@@ -42,7 +42,7 @@ def remember(path: Path, epoch: int) -> None:
 
 
 def record_of(run_dir: Path, name: str) -> Path:
-    """Where the epoch of the last start of the node is."""
+    """Return where the epoch of the last start of the node is."""
     return run_dir / "epochs" / name
 
 

@@ -122,7 +122,7 @@ class Readiness:
         return gone
 
     def lost(self, why: str) -> None:
-        """From here on it is not ready, for that reason: something is gone for good."""
+        """Say that the node is not ready any more, for that reason: something is gone for good."""
         self._lost = why
         self._say(why)
 

@@ -112,7 +112,7 @@ class FormerClients:
         return len(self._open) + len(self._unknown)
 
     def gone(self) -> bool:
-        """Whether no such client is left; each lease that was freed meanwhile is removed."""
+        """Return whether no such client is left; each lease that was freed meanwhile is removed."""
         for path in [path for path, fd in self._open.items() if not fd_is_locked(fd)]:
             self._let_go(path)
         unknown, self._unknown = self._unknown, []

@@ -137,8 +137,8 @@ class Upkeep:
         self._look_at_leases()
 
     def _write_down(self) -> None:
-        """For `RESTART_WITHIN_S` from here on the segment of the dead node waits for its next
-        start. It needs no descriptor that the process has not had before."""
+        """Let the segment of the dead node wait for its next start, for `RESTART_WITHIN_S` from now
+        on. It needs no descriptor that the process has not had before."""
         keep = self._directory.keep
         try:
             if self._keep_fd < 0 or not self._is_there(keep):

@@ -75,7 +75,7 @@ class VramNode(Node):
 
     @property
     def ended(self) -> bool:
-        """Whether its thread has ended, by itself or by `stop`."""
+        """Return whether its thread has ended, by itself or by `stop`."""
         return self._thread is None or not self._thread.is_alive()
 
     @property

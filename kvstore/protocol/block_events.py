@@ -114,7 +114,7 @@ def pack_snapshot(time_s: float, keys: Sequence[Key], medium: str) -> Iterator[b
 
 
 def unpack_changes(raw: bytes) -> list[BlockChanges]:
-    """What a node's message says. Raises `PeerError` for what no node sends."""
+    """Return what a node's message says. Raises `PeerError` for what no node sends."""
     try:
         if len(raw) > EVENT_MESSAGE_BYTES_MAX:
             raise ValueError(f"{len(raw)} bytes")
@@ -144,8 +144,8 @@ def _changes_of(event: object) -> BlockChanges:
 
 
 def endpoints_of(setting: str) -> tuple[str, str]:
-    """Where events are, and where what was missed is asked for, of `PORT` (on this host alone),
-    `tcp://HOST:PORT` or `ipc://PATH`. Raises `UsageError`."""
+    """Return where events are, and where what was missed is asked for, of `PORT` (on this host
+    alone), `tcp://HOST:PORT` or `ipc://PATH`. Raises `UsageError`."""
     must = "must be PORT (of this host alone), tcp://HOST:PORT or ipc://PATH"
     if setting.startswith("ipc://") and len(setting) > len("ipc://"):
         return setting, f"{setting}.replay"

@@ -44,12 +44,12 @@ def encoded(answer: Answer) -> object:
 
 
 def encoded_outcome(result: PutResult) -> int | str:
-    """What became of a block: its code, or why it was rejected."""
+    """Return what became of a block: its code, or why it was rejected."""
     return OUTCOMES.index(result) if result in OUTCOMES else result.reason
 
 
 def outcome(answer: object) -> PutResult:
-    """What became of a block, by its code or in words."""
+    """Return what became of a block, by its code or in words."""
     if type(answer) is int and 0 <= answer < len(OUTCOMES):
         return OUTCOMES[answer]
     if type(answer) is not str:

@@ -38,8 +38,7 @@ class Endpoint(NamedTuple):
 
 
 def unpack_endpoint(answers: Sequence[object]) -> Endpoint | None:
-    """None when the node has none to give now (it says so by an empty list).
-
+    """Return the endpoint; None when the node has none to give now (it says so by an empty list).
     Raises `WireError`.
     """
     if not answers:

@@ -168,7 +168,8 @@ class NodeHandshake(_Side):
     secret that the client has proved."""
 
     def hello(self) -> bytes:
-        """What to send to a client: also to one of another version, which then can say so."""
+        """Return what to send to a client: also to one of another version, which then can say
+        so."""
         chosen = frozenset() if self._mac is None else frozenset({self._mac})
         abilities = _abilities(self._secret is not None, chosen)
         return _NODE_HELLO.pack(_MAGIC, abilities, *self._node, self._nonce)
@@ -186,7 +187,7 @@ class NodeHandshake(_Side):
         return hello
 
     def judge(self, proof: bytes) -> tuple[bool, bytes]:
-        """Whether the client knows the secret, and what to tell it."""
+        """Return whether the client knows the secret, and what to tell it."""
         for secret in (self._secret, *self._accepted):
             if matches(_proof(secret, b"client", self._transcript), proof):
                 self._secret = secret

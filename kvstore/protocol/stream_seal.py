@@ -160,5 +160,5 @@ def best(macs: Sequence[Mac] | frozenset[Mac]) -> Mac | None:
 
 
 def matches(expected: bytes, seen: bytes) -> bool:
-    """Whether two tags are the same, in a time that tells nothing."""
+    """Return whether two tags are the same, in a time that tells nothing."""
     return hmac.compare_digest(expected, seen)

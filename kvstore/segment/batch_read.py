@@ -178,7 +178,8 @@ class PythonReader:
 
 
 def unchanged(head: mmap.mmap, start: int, image: bytes) -> bool:
-    """Whether the header at `start` is still what it was when the block was found (rule 4)."""
+    """Return whether the header at `start` is still what it was when the block was found (rule
+    4)."""
     if FENCE is not None:
         FENCE()
     return head[start : start + HEADER_BYTES] == image

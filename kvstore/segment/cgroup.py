@@ -32,7 +32,7 @@ class MemoryLimit(NamedTuple):
 
     @property
     def segment_bytes(self) -> int:
-        """How many bytes both files of a segment may take at most."""
+        """Return how many bytes both files of a segment may take at most."""
         return self.limit_bytes - min(CGROUP_RESERVE_BYTES, self.limit_bytes // 4)
 
 

@@ -33,7 +33,7 @@ class Spot(NamedTuple):
 
 
 def locate(shm: SlotHeaders, key: Key, location: Location) -> Spot | None:
-    """Where the block of `location` is; None unless its header is SEALED and says the same.
+    """Return where the block of `location` is; None unless its header is SEALED and says the same.
 
     The node and its epoch are for the caller to compare: they made it choose `shm`.
     """
@@ -48,15 +48,16 @@ def locate(shm: SlotHeaders, key: Key, location: Location) -> Spot | None:
 
 
 def spot_of(size_bytes: int, slot_id: int, image: bytes) -> Spot | None:
-    """Where the block of the header `image` is; None unless that is SEALED, whole, and of a block
-    that lies in a segment of `size_bytes`."""
+    """Return where the block of the header `image` is; None unless that is SEALED, whole, and of a
+    block that lies in a segment of `size_bytes`."""
     header = fields(image)
     offset = None if header is None else offset_of(size_bytes, slot_id, header)
     return None if header is None or offset is None else Spot(slot_id, image, header, offset)
 
 
 def sealed_as(image: bytes, key: Key, location: Location) -> Fields | None:
-    """What the header `image` says; None unless it is SEALED, whole, of that key and location."""
+    """Return what the header `image` says; None unless it is SEALED, whole, of that key and
+    location."""
     header = fields(image)
     promised = (location.generation, key, location.length, location.granule)
     return header if header is not None and header[:4] == promised else None

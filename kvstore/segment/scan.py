@@ -157,7 +157,7 @@ class _Scan:
     def _block(
         self, page: int, seen: tuple[int, bytes, int, int, int, int, int, int] | None
     ) -> Seal | None:
-        """What a header describes; None unless it is whole and possible."""
+        """Return what a header describes; None unless it is whole and possible."""
         if seen is None:
             return None
         block: Seal = seal_of((page, *seen))

@@ -46,7 +46,8 @@ class FileLock:
         return True
 
     def is_at(self, path: Path) -> bool:
-        """Whether the open file is the one at `path`: else others may lock another one there.
+        """Return whether the open file is the one at `path`: else others may lock another one
+        there.
 
         Raises `OSError` when nobody can say: the directory may not be entered, say.
         """
@@ -106,7 +107,7 @@ def try_lock(path: Path, *, create: bool = True) -> FileLock | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock on `path`, this process included."""
+    """Return whether somebody holds the lock on `path`, this process included."""
     try:
         fd = os.open(path, os.O_RDONLY | _AS_IT_IS)
     except FileNotFoundError:
@@ -118,7 +119,7 @@ def is_locked(path: Path) -> bool:
 
 
 def fd_is_locked(fd: int) -> bool:
-    """Whether somebody holds the lock on the open file `fd`; a lock taken through this very
+    """Return whether somebody holds the lock on the open file `fd`; a lock taken through this very
     descriptor does not count, and is given back."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

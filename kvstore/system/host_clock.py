@@ -52,7 +52,7 @@ class Moment(NamedTuple):
 
 
 def now() -> Moment:
-    """This moment."""
+    """Return this moment."""
     passed_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return Moment(_boot(), time.monotonic_ns() // 10**6, passed_ns // 10**6)
 
@@ -67,29 +67,29 @@ def _boot() -> bytes:
 
 
 def ran_s(since: Moment | None, until: Moment) -> float | None:
-    """How long the host ran from `since` to `until`; None when that cannot be told. What lies in
-    the future was written by nobody who can be believed."""
+    """Return how long the host ran from `since` to `until`; None when that cannot be told. What
+    lies in the future was written by nobody who can be believed."""
     if since is None or since.boot != until.boot or since.ran_ms > until.ran_ms:
         return None
     return (until.ran_ms - since.ran_ms) / 1e3
 
 
 def passed_s(since: Moment | None, until: Moment) -> float | None:
-    """How much time went by from `since` to `until`; None when that cannot be told."""
+    """Return how much time went by from `since` to `until`; None when that cannot be told."""
     if since is None or since.boot != until.boot or since.passed_ms > until.passed_ms:
         return None
     return (until.passed_ms - since.passed_ms) / 1e3
 
 
 def wall_age_s(changed_at: float) -> float:
-    """How old a file is by the wall clock, for want of better: 0 when its time is in the future,
-    since the clock was set back then."""
+    """Return how old a file is by the wall clock, for want of better: 0 when its time is in the
+    future, since the clock was set back then."""
     return max(time.time() - changed_at, 0.0)
 
 
 def age_s(written: Moment | None, changed_at: float) -> float:
-    """How long the host has run since somebody left a sign of life: the moment that is `written`
-    there, or where that says nothing the time of the file."""
+    """Return how long the host has run since somebody left a sign of life: the moment that is
+    `written` there, or where that says nothing the time of the file."""
     ran = ran_s(written, now())
     return wall_age_s(changed_at) if ran is None else ran
 

@@ -14,7 +14,7 @@ from types import CodeType, TracebackType
 
 
 def interruption(error: BaseException) -> BaseException | None:
-    """What a handler of signals raised, when `error` is that or was made of it; else None.
+    """Return what a handler of signals raised, when `error` is that or was made of it; else None.
 
     None in an event loop too: it would end a callback or a task of the loop, not the call that
     the signal was meant for.

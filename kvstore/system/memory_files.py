@@ -80,10 +80,9 @@ class SharedMap(mmap.mmap):
     """A file mapped for reading."""
 
     def madvise(self, option: int, start: int = 0, length: int | None = None) -> None:
-        """As `mmap.madvise`, but without the GIL: to have pages mapped that nobody has touched yet
-        takes the kernel 0.3 ms a MiB and now and then 0.1 s, in which other threads must run.
-
-        Raises `OSError`.
+        """Do as `mmap.madvise` does, but without the GIL: to have pages mapped that nobody has
+        touched yet takes the kernel 0.3 ms a MiB and now and then 0.1 s, in which other threads
+        must run. Raises `OSError`.
         """
         with memoryview(self) as pages:  # it is not unmapped meanwhile
             size_bytes = len(pages) - start if length is None else length
@@ -166,12 +165,12 @@ class UnmappedFile:
     """
 
     def __init__(self, path: Path, *, writable: bool, owner: int) -> None:
-        """As `attach`."""
+        """Open the file as `attach` does."""
         self._fd = -1
         self._fd, self._size_bytes = _opened(path, writable, owner)
 
     def __len__(self) -> int:
-        """Its size when it was opened."""
+        """Return the file's size when it was opened."""
         return self._size_bytes
 
     def __getitem__(self, part: slice) -> bytes:
@@ -181,7 +180,7 @@ class UnmappedFile:
         return bytes(part.stop - start) if raw is None else raw
 
     def read(self, offset: int, size_bytes: int) -> bytes | None:
-        """That many bytes from `offset` on; None when there are fewer."""
+        """Return `size_bytes` from `offset` on; None when there are fewer."""
         with suppress(OSError):
             raw = os.pread(self._fd, size_bytes, offset)
             if len(raw) == size_bytes:

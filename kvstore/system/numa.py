@@ -48,7 +48,7 @@ def nodes_with_memory(sysfs: Path = SYSFS, status: Path = STATUS) -> list[int]:
 
 
 def free_bytes(node: int, sysfs: Path = SYSFS) -> int:
-    """What can be had on one node: its free memory, and its cache of files."""
+    """Return what can be had on one node: its free memory, and its cache of files."""
     text = (sysfs / f"node{node}" / "meminfo").read_text()
     found = {name: int(kib) << 10 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
     return found["MemFree"] + found.get("FilePages", 0) - found.get("Shmem", 0)
@@ -86,7 +86,7 @@ def chosen(value: str, field: str = "numa", sysfs: Path = SYSFS) -> list[int]:
 def place_memory(
     value: str, size_bytes: int = 0, *, field: str = "numa", sysfs: Path = SYSFS
 ) -> None:
-    """From here on this thread, and those that it starts, take new memory as `value` says.
+    """Let this thread, and those that it starts, take new memory as `value` says.
 
     `size_bytes` is what is to fit on a single node: the kernel would rather kill than go elsewhere.
     Raises `UsageError` as `chosen` does, and where the system forbids it; `NoSpaceError` where it

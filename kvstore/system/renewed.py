@@ -48,7 +48,7 @@ class Renewed(Generic[T_co]):
         return self._value
 
     def _stamps(self) -> tuple[object, float]:
-        """What tells these files from others, and how long ago one was written to."""
+        """Return what tells these files from others, and how long ago one was written to."""
         found = [file.stat() for file in self._files]
         stamps = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in found]
         return stamps, time.time() - max(s.st_ctime for s in found)

@@ -53,9 +53,9 @@ def settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
 
 
 def head_groups(storage: HiCacheStorageConfig, pool: HostKVCache, interface: str) -> int:
-    """In how many pieces the pages of this rank are kept, so that ranks of `tp_lcm_size` share
-    them: one for each of that many ranks whose heads it has. SGLang asks for it where it can be
-    done, in the layout `page_head`."""
+    """Return the number of pieces in which this rank's pages are kept, so that ranks of
+    `tp_lcm_size` share them: one for each of that many ranks whose heads it has. SGLang asks for it
+    where it can be done, in the layout `page_head`."""
     if not getattr(storage, "should_split_heads", False) or interface != "v1":
         return 1
     pieces = int(storage.tp_lcm_size) // int(storage.tp_size)

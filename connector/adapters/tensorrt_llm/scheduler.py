@@ -112,7 +112,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         return state.promised * size, False
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Nothing: what is allocated comes with each step, in chunks too."""
+        """Do nothing: what is allocated comes with each step, in chunks too."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         """Return what the workers load before and save after the forward of this step."""

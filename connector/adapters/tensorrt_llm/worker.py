@@ -127,7 +127,7 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
             raise NodeUnavailableError(self._failed)
 
     def save_kv_layer(self, layer_idx: int, stream: torch.cuda.Stream) -> None:
-        """Nothing: whole blocks are saved at the end of the forward."""
+        """Do nothing: whole blocks are saved at the end of the forward."""
 
     def wait_for_save(self, stream: torch.cuda.Stream) -> None:
         """Copy the blocks that are full now to the store. Raises `NodeUnavailableError` in a step

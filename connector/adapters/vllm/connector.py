@@ -265,7 +265,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return sources
 
     def _stored(self, tables: BlockTables) -> BlockTables:
-        """Of vLLM's tables those of groups that are stored."""
+        """Return the tables of those of vLLM's groups that are stored."""
         return tuple(tables[number] for number in self._numbers)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -67,7 +67,7 @@ class Watcher:
 
     def saves_ended(self, report: WorkerReport) -> None: ...
     def end_saves(self, timeout_s: float) -> WorkerReport:
-        """On a worker's side: end the saves in flight, and say which."""
+        """End the saves in flight, and return which; called on a worker's side."""
         raise NotImplementedError
 
     @property
@@ -75,11 +75,12 @@ class Watcher:
         return {}
 
     def ended_everywhere(self, job_ids: set[int]) -> set[int]:
-        """Of these loads, which have ended on workers here, those that have on all."""
+        """Return those of the loads, which have ended on workers here, that have ended on all
+        workers."""
         return job_ids
 
     def end_loads(self, job_ids: set[int], timeout_s: float) -> set[int]:
-        """On a worker's side: end these loads, and say which have ended."""
+        """End these loads, and return which have ended; called on a worker's side."""
         raise NotImplementedError
 
 

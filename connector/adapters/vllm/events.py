@@ -52,7 +52,7 @@ class VllmEvents:
                 yield told
 
     def _one(self, event: BlockEvent) -> BlockStored | BlockRemoved | None:
-        """None when the request has other tokens there by now: nobody could say which."""
+        """Return vLLM's event; None when the request has other tokens at that block by now."""
         hashed: Any = event.request
         if tuple(hashed.block_hashes[event.block : event.block + 1]) != (event.block_hash,):
             return None

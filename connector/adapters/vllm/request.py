@@ -118,7 +118,7 @@ class HashedRequest:
 
     @property
     def part_hash(self) -> bytes | None:
-        """That of the prompt's tokens behind its last full store block."""
+        """Return the hash of the prompt's tokens behind its last full store block."""
         if self._left_out(self._request):
             return None
         return self._chain.part(self._request.all_token_ids, self.num_prompt_tokens)

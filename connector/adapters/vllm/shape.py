@@ -105,7 +105,8 @@ def _boundary_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _check_layerwise(vllm_config: VllmConfig) -> None:
-    """What vLLM 0.32 does layer by layer, and recomputes rightly (docs/decisions/0013)."""
+    """Raise `UsageError` unless vLLM 0.32 works layer by layer here and recomputes rightly
+    (docs/decisions/0013)."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
 
     def need(right: bool, name: str, value: object, why: str) -> None:
@@ -229,7 +230,7 @@ def _group(
 
 
 def _within_block(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
-    """How bytes lie within one engine block and head: empty when token by token, K then V.
+    """Return how bytes lie within one engine block and head: empty when token by token, K then V.
 
     Elsewhere only engines with the same order may share, and so the same block
     size. vLLM's CPU kernels put all K of a block before all V, in an order that

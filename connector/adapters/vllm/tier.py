@@ -196,11 +196,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._store.touch(self._keys(list(keys)))
 
     def drain_jobs(self) -> None:
-        """Nothing of ours uses vLLM's memory once this returns: the job that runs ends, by its
-        deadlines, and those that wait have failed.
-
-        Raises `InternalError` when that takes longer than `DRAIN_TIMEOUT_S`: then nothing may be
-        said of that memory, and vLLM must not empty it.
+        """Return once nothing of ours uses vLLM's memory: the running job ends, by its deadlines,
+        and those that wait have failed. Raises `InternalError` when that takes longer than
+        `DRAIN_TIMEOUT_S`: then nothing may be said of that memory, and vLLM must not empty it.
         """
         idle = threading.Event()
         self._draining.set()

@@ -25,7 +25,7 @@ class EngineEvents:
     """Makes the block events of one engine. Its scheduling thread alone may call."""
 
     def __init__(self, layout: StoreLayout, *, wanted: bool) -> None:
-        """Unless `wanted`, nothing is remembered and nothing said."""
+        """`wanted` false: nothing is remembered and no event is made."""
         self._per_key = layout.hashes_per_key
         self._wanted = wanted
         self._saving: dict[int, list[BlockEvent]] = {}

@@ -135,7 +135,7 @@ class SavePlanner:
             state.part_saving = True
 
     def handed_over(self, state: RequestState) -> int:
-        """Of how many tokens of the prompt the KV is in the store or on its way there."""
+        """Return the number of the prompt's tokens whose KV is in the store or on its way there."""
         if state.part_saving:
             return state.hands_over_tokens
         blocks = max(state.saved_blocks, state.present_blocks)

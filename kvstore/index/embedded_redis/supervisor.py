@@ -58,7 +58,7 @@ def locked(descriptor: int, how: int) -> bool:
 
 
 def answers(path: Path, timeout_s: float = PING_TIMEOUT_S) -> bool:
-    """Whether a Redis at this Unix socket answers PING."""
+    """Return whether a Redis at this Unix socket answers PING."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(timeout_s)
         try:
@@ -110,7 +110,7 @@ class Supervisor:
                 remove_files(self._directory)
 
     def _unused(self, locks: dict[str, int]) -> bool:
-        """Whether nobody is there and nobody can come; holds all locks then.
+        """Return whether nobody is there and nobody can come; holds all locks then.
 
         start.lock is taken last and not waited for: its holder may be a new user that
         waits for users.lock, which is why that is given back.

@@ -64,7 +64,8 @@ KEYS: dict[AclRole, tuple[str, ...]] = {
 
 
 def password_hash(password: str) -> str:
-    """As Redis keeps it: SHA-256 in hex. Passwords are long and random, so it needs no salt."""
+    """Return the hash that Redis keeps: SHA-256 in hex. Passwords are long and random, so it needs
+    no salt."""
     return sha256(password.encode()).hexdigest()
 
 

@@ -153,7 +153,7 @@ class ClusterRoute:
     def _ask(
         self, wanted: _Wanted, deadline: float, *, even_if_away: bool = False
     ) -> dict[Links, list[Reply] | IndexUnavailableError]:
-        """What each shard answers, or why it does not; one that is away costs nothing."""
+        """Return what each shard answers, or why it does not; one that is away costs nothing."""
         answers: dict[Links, list[Reply] | IndexUnavailableError] = {}
         asked: _Wanted = {}
         away = self._away

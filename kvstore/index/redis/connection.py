@@ -128,7 +128,7 @@ class Link:
         return self.run(b"".join(made), len(made), deadline)
 
     def run_here(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
-        """As `run`, but only on the connection that is open: it has state that matters."""
+        """Do as `run` does, but only on the connection that is open: it has state that matters."""
         try:
             if self._sock is None:
                 raise ConnectionResetError("connection closed")

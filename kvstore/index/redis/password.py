@@ -21,7 +21,8 @@ KEPT_S = 5.0
 
 
 def password_in(path: str) -> Password:
-    """What the file has when it is asked for. Raises `UsageError` for one that is unusable now."""
+    """Return what the file has when it is asked for. Raises `UsageError` for one that is unusable
+    now."""
 
     def read() -> str:
         password = read_secret("password_file", Path(path)).decode(errors="surrogateescape").strip()

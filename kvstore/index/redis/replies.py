@@ -58,7 +58,7 @@ class Replies:
 
 
 def banned(reply: Reply) -> bool:
-    """Whether this user may not use the command, or the server does not know it."""
+    """Return whether this user may not use the command, or the server does not know it."""
     if not isinstance(reply, ErrorReply):
         return False
     text = str(reply)

@@ -144,7 +144,7 @@ class Answers:
         """That was logged, and something waited ever since."""
 
     def keep(self, message: EventMessage, payload: bytes) -> None:
-        """That was published."""
+        """Keep a message that was published, for listeners who missed it."""
         if message.sequence != self._last + 1:
             self._kept.clear()
             self._kept_cost = 0
@@ -174,7 +174,7 @@ class Answers:
             )
 
     def renew(self, snapshot: Snapshot) -> None:
-        """This is what is there."""
+        """Replace the snapshot of what is there."""
         packed = pack_snapshot(snapshot.time_s, snapshot.keys, self._medium)
         parts = [(snapshot.sequence, payload) for payload in packed]
         size_bytes = sum(_MESSAGE_COST_BYTES + len(payload) for _, payload in parts)
@@ -220,7 +220,8 @@ class Answers:
                 answer.origin.hang_up()
 
     def _contents(self, start: int) -> _Contents | None:
-        """What answers who wants all from number `start` on; `None` while a snapshot is to come."""
+        """Return what answers who wants all from number `start` on; `None` while a snapshot is to
+        come."""
         if start and self._reaches(start):
             return _Contents([], start, self._bytes_since(start))
         if self._snapshot is not None:
@@ -239,11 +240,11 @@ class Answers:
         return self._kept[0].sequence if self._kept else self._last + 1
 
     def _reaches(self, start: int) -> bool:
-        """Whether all from that number on is kept."""
+        """Return whether all from that number on is kept."""
         return self._oldest <= start <= self._last + 1
 
     def _bytes_since(self, start: int) -> int:
-        """What the messages that are kept from that number on take while they wait."""
+        """Return what the messages that are kept from that number on take while they wait."""
         if start > self._last:
             return 0
         first = self._kept[max(start - self._oldest, 0)]

@@ -58,7 +58,7 @@ class ListenerConnection:
 
     @property
     def gone(self) -> bool:
-        """Whether it was closed."""
+        """Return whether it was closed."""
         if self._fd is None:
             return False
         return self._identity is None or self._identity != _identity(self._fd)
@@ -141,7 +141,7 @@ class ListenerConnections:
 
 
 def _identity(fd: int) -> tuple[int, int] | None:
-    """What the kernel calls what is open under that number; `None` if nothing is."""
+    """Return what the kernel calls what is open under that number; `None` if nothing is."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -150,7 +150,7 @@ def _identity(fd: int) -> tuple[int, int] | None:
 
 
 def _is_at(connection: socket.socket, endpoint: str) -> bool:
-    """Whether its own end has the path, or the port, of that endpoint."""
+    """Return whether its own end has the path, or the port, of that endpoint."""
     address = connection.getsockname()
     if connection.family == socket.AF_UNIX:
         name = address if isinstance(address, str) else f"@{os.fsdecode(address[1:])}"

@@ -196,8 +196,8 @@ class ResetNews:
 
 
 def _counted_on(announced_at: Any, now: Moment) -> bool:
-    """Whether the node's announcement has stood all the time that it was down: then every reset
-    has waited for it.
+    """Return whether the node's announcement has stood all the time that it was down: then every
+    reset has waited for it.
 
     By a clock that nobody sets, and that goes on while the host is suspended: the index is on
     another one, where the announcement ends by its own clock. One that is set forward there ends
