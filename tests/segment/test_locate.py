@@ -42,10 +42,10 @@ def test_a_block_is_found_where_its_header_says(reader):
     assert spot.header == SEALED[1:]
 
 
-@pytest.mark.parametrize("at", range(32))
-def test_every_byte_of_the_key_counts(reader, at):
-    other = KEY[:at] + bytes([KEY[at] ^ 1]) + KEY[at + 1 :]
-    assert locate(reader, other, AT) is None
+def test_every_byte_of_the_key_counts(reader):
+    for at in range(32):
+        other = KEY[:at] + bytes([KEY[at] ^ 1]) + KEY[at + 1 :]
+        assert locate(reader, other, AT) is None, at
 
 
 @pytest.mark.parametrize(

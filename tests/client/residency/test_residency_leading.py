@@ -35,22 +35,22 @@ def views(*held: list[bytes]) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(
-    "first_missing",
-    [0, 1, *(n * LOOKED_AT_ONCE + d for n in (1, 2) for d in (-1, 0, 1)), len(KEYS) - 1, len(KEYS)],
-)
-@pytest.mark.parametrize("asked", [0, 1, LOOKED_AT_ONCE, LOOKED_AT_ONCE + 7, len(KEYS)])
+AROUND = [n * LOOKED_AT_ONCE + d for n in (1, 2) for d in (-1, 0, 1)]
+
+
 def test_the_run_ends_at_the_first_block_that_is_missing(
-    residency: Residency, monkeypatch: pytest.MonkeyPatch, first_missing: int, asked: int
+    residency: Residency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = [key for at, key in enumerate(KEYS) if at != first_missing]
-    monkeypatch.setattr(residency, "_nodes", views(there))
-    expected = min(asked, first_missing)
-    for wanted in (KEYS[:asked], b"".join(KEYS[:asked])):
-        assert len(residency.leading(wanted)) == expected
-        runs = residency.runs(wanted)
-        assert [run.blocks for run in runs] == [expected] * bool(expected)
-        assert runs.short is (None if expected == asked else MissReason.ABSENT)
+    for first_missing in (0, 1, *AROUND, len(KEYS) - 1, len(KEYS)):
+        there = [key for at, key in enumerate(KEYS) if at != first_missing]
+        monkeypatch.setattr(residency, "_nodes", views(there))
+        for asked in (0, 1, LOOKED_AT_ONCE, LOOKED_AT_ONCE + 7, len(KEYS)):
+            expected = min(asked, first_missing)
+            for wanted in (KEYS[:asked], b"".join(KEYS[:asked])):
+                assert len(residency.leading(wanted)) == expected, (first_missing, asked)
+                runs = residency.runs(wanted)
+                assert [run.blocks for run in runs] == [expected] * bool(expected)
+                assert runs.short is (None if expected == asked else MissReason.ABSENT)
 
 
 def test_the_node_that_has_most_of_what_follows_is_told(

@@ -88,21 +88,21 @@ def test_a_value_of_no_bytes_has_a_record_too(owned: OwnedShm, shm: AttachedShm)
     assert records(shm) == [pack_record(KEY, HERE)]
 
 
-@pytest.mark.parametrize("at", range(64))
-def test_a_header_with_any_byte_changed_has_none(
-    owned: OwnedShm, shm: AttachedShm, at: int
-) -> None:
+def test_a_header_with_any_byte_changed_has_none(owned: OwnedShm, shm: AttachedShm) -> None:
     seal(owned)
-    owned._head[HEADER + at] ^= 0x40
-    assert records(shm) == [None]
+    for at in range(64):
+        owned._head[HEADER + at] ^= 0x40
+        assert records(shm) == [None], at
+        owned._head[HEADER + at] ^= 0x40
+    assert records(shm) != [None]
 
 
-@pytest.mark.parametrize("at", range(32))
-def test_every_byte_of_a_key_counts(owned: OwnedShm, shm: AttachedShm, at: int) -> None:
+def test_every_byte_of_a_key_counts(owned: OwnedShm, shm: AttachedShm) -> None:
     seal(owned)
-    other = KEY[:at] + bytes([KEY[at] ^ 1]) + KEY[at + 1 :]
-    owned._hints[hint_of(other, len(owned._hints))] = 3
-    assert records(shm, other) == [None]
+    for at in range(32):
+        other = KEY[:at] + bytes([KEY[at] ^ 1]) + KEY[at + 1 :]
+        owned._hints[hint_of(other, len(owned._hints))] = 3
+        assert records(shm, other) == [None], at
 
 
 def test_a_slot_that_is_not_sealed_has_none(owned: OwnedShm, shm: AttachedShm) -> None:
