@@ -20,6 +20,7 @@ HAPPENS = ("paused", "forks", "interrupted", "cancelled", "silenced", "forged", 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
 
 
+@pytest.mark.nightly
 def test_whoever_is_killed_nothing_is_wrong_nothing_leaks_and_nobody_hangs():
     ran = subprocess.run(
         [sys.executable, "-m", "kvstore.testing.crash", "--rounds", str(ROUNDS)],

@@ -9,12 +9,15 @@ from planting import BUGS
 
 from kvstore.testing.sim import run
 
-pytestmark = pytest.mark.timeout(1200)  # of a machine that is busy with other things
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(1200),  # of a machine that is busy with other things
+]
 
 SEEDS = 400
 """Within how many seeds a bug must be found."""
 
-LONG = {
+RARE = {
     "client_forgets_to_say_what_it_holds",
     "client_lets_its_lease_go_with_the_node",
     "lost_connection_counts_as_death",
@@ -22,7 +25,7 @@ LONG = {
     "record_says_how_long_a_block_is",
 }
 """Found by few seeds, one in several hundred: 10 to 60 s each."""
-SEEDS_LONG = 2400
+SEEDS_RARE = 2400
 FOUND_BY = {
     "a_pin_ends_although_a_view_lives": 4,
     "answer_nobody_waits_for_any_more_taken": 17,
@@ -41,14 +44,11 @@ FOUND_BY = {
 }
 """Seeds that found what the first ones do not. They are tried first: until the simulation takes
 other steps that is all it needs, and after that a test takes longer."""
-CASES = [
-    pytest.param(*bug, id=bug[0].__name__, marks=[pytest.mark.long] * (bug[0].__name__ in LONG))
-    for bug in BUGS
-]
+CASES = [pytest.param(*bug, id=bug[0].__name__) for bug in BUGS]
 
 
-def test_what_takes_long_is_the_name_of_a_bug():
-    assert {plant.__name__ for plant, _ in BUGS} >= LONG | set(FOUND_BY)
+def test_what_is_rare_is_the_name_of_a_bug():
+    assert {plant.__name__ for plant, _ in BUGS} >= RARE | set(FOUND_BY)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +62,7 @@ def without_a_bug():
 def test_the_simulation_finds(plant, faults, monkeypatch):
     plant(monkeypatch.setattr)
     name = plant.__name__
-    seeds = SEEDS_LONG if name in LONG else SEEDS
+    seeds = SEEDS_RARE if name in RARE else SEEDS
     for seed in (*([FOUND_BY[name]] if name in FOUND_BY else ()), *range(seeds)):
         try:
             run(seed, faults)

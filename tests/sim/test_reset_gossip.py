@@ -272,6 +272,7 @@ def test_a_node_that_was_alone_keeps_its_blocks_when_the_index_forgets(
     assert len(alone.core.by_key) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("broken", "method"),
     [

@@ -317,7 +317,15 @@ def _survivors(
         "KVSTORE_MUTANTS_SIM_SEEDS": str(sim_seeds),
     }
     # Long ones run under tools that want more memory than a mutant may have, or for too long.
-    options = ["-qxs", "-m", "not long", "-p", "no:cacheprovider", "-p", "mutants.plugin"]
+    options = [
+        "-qxs",
+        "-m",
+        "not long and not nightly",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "mutants.plugin",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--timeout={PYTEST_TIMEOUT_S}", *tests],
         cwd=where,

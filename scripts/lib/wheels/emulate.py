@@ -263,7 +263,7 @@ def tests(emulated: Emulated, arguments: list[str]) -> int:
         ):  # tests compile them; what is installed is of them
             shutil.copy(source, emulated.site / source.relative_to(ROOT))
         command = [str(emulated.python), "-P", "-m", "pytest", "-p", "no:cacheprovider"]
-        command += ["-m", "not long", "-o", f"timeout={TEST_TIMEOUT_S}", *arguments]
+        command += ["-m", "not long and not nightly", "-o", f"timeout={TEST_TIMEOUT_S}", *arguments]
         given = emulated.environment(home, PYTHONPATH=name, **emulated.compiling())
         return subprocess.run(command, cwd=home, env=given, timeout=TESTS_TIMEOUT_S).returncode
 

@@ -27,7 +27,7 @@ from connector.worker.transfers import Load, Save
 from connector.worker.worker import WorkerCore
 from kvstore.testing.blockstore import MemoryBlockStore
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly]
 Plant = Callable[[pytest.MonkeyPatch], None]
 Trap = Callable[[MakeGpuEngine, MemoryBlockStore], None]
 
