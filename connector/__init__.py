@@ -23,16 +23,20 @@ if TYPE_CHECKING:
         KVConnectorBaseType,
         KVConnectorOutput,
         KVConnectorRole,
-        KVConnectorScheduler,
-        KVConnectorWorker,
-        SchedulerStep,
-        TransferResults,
     )
     from connector.transfer.base_v1 import KVConnectorBase_V1
     from connector.transfer.config import KVTransferConfig
     from connector.transfer.copy import copy_kv_blocks
+    from connector.transfer.engine import (
+        EngineBlocks,
+        EngineInfo,
+        SchedulerSteps,
+        V1EngineInfo,
+        forward_context,
+        request_finished,
+    )
     from connector.transfer.factory import KVConnectorFactory
-    from connector.transfer.kvstore_connector import EngineInfo, KVStoreConnector
+    from connector.transfer.kvstore_connector import KVStoreConnector
     from connector.transfer.lookup_buffer import KVEntry, LookupBuffer
     from connector.transfer.multi import MultiConnector
     from connector.transfer.pipe import Pipe, PipeClosedError
@@ -44,7 +48,6 @@ if TYPE_CHECKING:
         has_kv_transfer_group,
         is_v1_kv_transfer_group,
     )
-    from connector.transfer.v1_sides import V1EngineInfo
 
 _EXPORTS = {
     "transfer.aggregate": ("KVOutputAggregator", "WorkerEvents", "worker_output"),
@@ -56,7 +59,15 @@ _EXPORTS = {
     "layout.geometry": ("KVGeometry",),
     "layout.topology": ("TpKVTopology",),
     "layout.identity": ("forward_digest",),
-    "transfer.kvstore_connector": ("EngineInfo", "KVStoreConnector"),
+    "transfer.engine": (
+        "EngineBlocks",
+        "EngineInfo",
+        "SchedulerSteps",
+        "V1EngineInfo",
+        "forward_context",
+        "request_finished",
+    ),
+    "transfer.kvstore_connector": ("KVStoreConnector",),
     "transfer.lookup_buffer": ("KVEntry", "LookupBuffer"),
     "transfer.multi": ("MultiConnector",),
     "transfer.pipe": ("Pipe", "PipeClosedError"),
@@ -66,10 +77,6 @@ _EXPORTS = {
         "KVConnectorBaseType",
         "KVConnectorOutput",
         "KVConnectorRole",
-        "KVConnectorScheduler",
-        "KVConnectorWorker",
-        "SchedulerStep",
-        "TransferResults",
     ),
     "transfer.state": (
         "ensure_kv_transfer_initialized",
@@ -80,7 +87,6 @@ _EXPORTS = {
         "is_v1_kv_transfer_group",
     ),
     "transfer.base_v1": ("KVConnectorBase_V1",),
-    "transfer.v1_sides": ("V1EngineInfo",),
     "stats": ("CountStats",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -104,14 +110,14 @@ __all__ = [
     "KVConnectorBaseType",
     "KVConnectorBase_V1",
     "V1EngineInfo",
-    "KVConnectorScheduler",
-    "KVConnectorWorker",
     "KVConnectorRole",
     "KVConnectorOutput",
     "KVOutputAggregator",
     "worker_output",
-    "SchedulerStep",
-    "TransferResults",
+    "SchedulerSteps",
+    "EngineBlocks",
+    "forward_context",
+    "request_finished",
     "CountStats",
     "WorkerEvents",
     "KVStoreConnector",

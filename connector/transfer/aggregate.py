@@ -13,24 +13,24 @@ from connector.transfer.base import KVConnectorOutput
 from kvstore import UsageError
 
 if TYPE_CHECKING:
-    from connector.transfer.base import KVConnectorWorker
+    from connector.transfer.base_v1 import KVConnectorBase_V1
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
 _Output = TypeVar("_Output")
 
 
-def worker_output(worker: KVConnectorWorker, finished_req_ids: set[str]) -> KVConnectorOutput:
+def worker_output(worker: KVConnectorBase_V1, finished_req_ids: set[str]) -> KVConnectorOutput:
     """Return all that one worker's connector has to say at the end of a step."""
-    results = worker.get_finished(finished_req_ids)
+    results = worker.get_transfer_results(finished_req_ids)
     return KVConnectorOutput(
-        finished_sending=set(results.finished_sending) or None,
-        finished_recving=set(results.finished_recving) or None,
-        failed_recving=set(results.failed_recving),
+        finished_sending=results.finished_sending or None,
+        finished_recving=results.finished_recving or None,
+        failed_recving=results.failed_recving,
         invalid_block_ids=worker.get_block_ids_with_load_errors(),
         kv_connector_worker_meta=worker.build_connector_worker_meta(),
         kv_connector_stats=worker.get_kv_connector_stats(),
-        kv_cache_events=worker.get_kv_cache_events(),
+        kv_cache_events=worker.get_kv_connector_kv_cache_events(),
     )
 
 
@@ -55,7 +55,7 @@ class KVOutputAggregator:
         """What an engine's outputs carry; as it was last seen, for steps in which none does."""
 
     @classmethod
-    def from_connector(cls, connector: KVConnectorWorker, world_size: int) -> KVOutputAggregator:
+    def from_connector(cls, connector: KVConnectorBase_V1, world_size: int) -> KVOutputAggregator:
         """Make one for `world_size` workers, unless the connector says how many of them report."""
         return cls(connector.get_finished_count() or world_size)
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 import threading
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from connector.limits import CONNECTORS_REGISTERED_MAX
-from connector.transfer.base import KVConnectorRole
+from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorRole
+from connector.transfer.engine import EngineInfo
 from kvstore import UsageError
 
 if TYPE_CHECKING:
-    from connector.transfer.base import (
-        EngineDescription,
-        KVConnectorBase,
-        KVConnectorScheduler,
-        KVConnectorWorker,
-    )
     from connector.transfer.config import KVTransferConfig
 
 
@@ -63,7 +58,7 @@ class KVConnectorFactory:
             return sorted(cls._registry)
 
     @classmethod
-    def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase]:
+    def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase_V1]:
         """Return the class registered as `name`.
 
         Raises `UsageError` for an unknown name, which lists the known ones, and
@@ -81,7 +76,7 @@ class KVConnectorFactory:
         return _load("kv_connector", *place)
 
     @classmethod
-    def get_connector_class(cls, config: KVTransferConfig) -> type[KVConnectorBase]:
+    def get_connector_class(cls, config: KVTransferConfig) -> type[KVConnectorBase_V1]:
         """Return the class a config names; its module path, if any, wins over the registry."""
         if config.kv_connector is None:
             raise UsageError("kv_connector", None, "must be set to make a connector")
@@ -91,48 +86,24 @@ class KVConnectorFactory:
             )
         return cls.get_connector_class_by_name(config.kv_connector)
 
-    @overload
     @classmethod
     def create_connector(
-        cls,
-        config: KVTransferConfig,
-        role: Literal[KVConnectorRole.SCHEDULER],
-        engine: EngineDescription,
-    ) -> KVConnectorScheduler: ...
-
-    @overload
-    @classmethod
-    def create_connector(
-        cls,
-        config: KVTransferConfig,
-        role: Literal[KVConnectorRole.WORKER],
-        engine: EngineDescription,
-    ) -> KVConnectorWorker: ...
-
-    @overload
-    @classmethod
-    def create_connector(
-        cls, config: KVTransferConfig, role: KVConnectorRole, engine: EngineDescription
-    ) -> KVConnectorScheduler | KVConnectorWorker: ...
-
-    @classmethod
-    def create_connector(
-        cls, config: KVTransferConfig, role: KVConnectorRole, engine: EngineDescription
-    ) -> KVConnectorScheduler | KVConnectorWorker:
+        cls, config: KVTransferConfig, role: KVConnectorRole, engine: EngineInfo
+    ) -> KVConnectorBase_V1:
         """Return the side `role` of the connector that `config` names.
 
-        `engine` is handed to it as it is. Raises `UsageError` for a connector
-        that cannot be found, and whatever the connector says about its settings.
+        Raises `UsageError` for a connector that cannot be found, and whatever
+        the connector says about its settings and the engine.
         """
         connector = cls.get_connector_class(config)
-        if role is KVConnectorRole.SCHEDULER:
-            return connector.make_scheduler(config, engine)
-        if role is KVConnectorRole.WORKER:
-            return connector.make_worker(config, engine)
-        raise UsageError("role", role, "must be a KVConnectorRole")
+        if not isinstance(role, KVConnectorRole):
+            raise UsageError("role", role, "must be a KVConnectorRole")
+        if not isinstance(engine, EngineInfo):
+            raise UsageError("engine", type(engine).__name__, "must be an EngineInfo")
+        return connector(engine.config_with(config), role, engine.kv_cache_config)
 
 
-def _load(field: str, module_path: str, class_name: str) -> type[KVConnectorBase]:
+def _load(field: str, module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
     try:
         module = importlib.import_module(module_path)
     except ImportError as e:
@@ -140,11 +111,10 @@ def _load(field: str, module_path: str, class_name: str) -> type[KVConnectorBase
     found = getattr(module, class_name, None)
     if found is None:
         raise UsageError(field, f"{module_path}:{class_name}", "the module has no such class")
-    makers = ("make_scheduler", "make_worker")
-    if not isinstance(found, type) or not all(callable(getattr(found, m, None)) for m in makers):
+    if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
         raise UsageError(
             field,
             f"{module_path}:{class_name}",
-            f"is no connector: it needs {' and '.join(makers)} (connector.transfer.base)",
+            "is no connector: it needs KVConnectorBase_V1 as its base (connector.transfer.base_v1)",
         )
-    return cast("type[KVConnectorBase]", found)
+    return found

@@ -1,59 +1,50 @@
 """Makes several connectors one: loads from the first that offers tokens, saves to all of them.
 
-Most calls are only forwarded (forwarding.py). How, is one line each in a table, and the
-rules are those of vLLM's `MultiConnector`.
+The rules are those of vLLM's `MultiConnector`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from connector.limits import MULTI_CONNECTORS_MAX
-from connector.transfer.base import (
-    KVCacheEvents,
-    KVConnectorOutput,
+from connector.transfer.base_v1 import (
+    CacheHitSource,
+    ConnectorOutput,
+    HandshakeMetadata,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorScheduler,
-    KVConnectorStats,
-    KVConnectorWorker,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SchedulerStep,
-    TransferResults,
+    Request,
+    SchedulerOutput,
+    SupportsHMA,
+    VllmConfig,
 )
 from connector.transfer.config import KVTransferConfig
+from connector.transfer.engine import request_finished
 from connector.transfer.factory import KVConnectorFactory
-from connector.transfer.forwarding import (
-    any_of,
-    each,
-    each_whatever_happens,
-    forwarding,
-    none_refuses,
-    one_after_another,
-    the_same,
-    the_same_of_all,
-    united,
-)
 from kvstore import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
-    from connector.messages import EngineRequest
-    from connector.transfer.base import EngineDescription
+    from connector.transfer.base import KVCacheEvents, KVConnectorStats
 
-
-class _Side(Protocol):
-    def shutdown(self) -> None: ...
-
-
-_Made = TypeVar("_Made", bound=_Side)
+log = logging.getLogger(f"kvstore.{__name__}")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class MultiMetadata:
+class MultiMetadata(KVConnectorMetadata):
     """Carries what each child's scheduler side has made for the step, in order."""
 
     children: tuple[object, ...]
@@ -62,12 +53,13 @@ class MultiMetadata:
 
 
 @dataclass(slots=True)
-class MultiWorkerMetadata:
+class MultiWorkerMetadata(KVConnectorWorkerMetadata):
     """Carries what each child's worker side says; None where it says nothing."""
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
 
-    def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMetadata:
+        assert isinstance(other, MultiWorkerMetadata)
         self.children = tuple(
             theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
             for mine, theirs in zip(self.children, other.children, strict=True)
@@ -99,74 +91,156 @@ class MultiStats:
         return {name: stats.to_dict() for name, stats in self.by_name.items()}
 
 
-def _stats_by_name(
-    names: Sequence[str], children: Sequence[KVConnectorScheduler | KVConnectorWorker]
-) -> MultiStats | None:
-    merged = MultiStats()
-    for name, child in zip(names, children, strict=True):
-        stats = child.get_kv_connector_stats()
-        if stats is not None:
-            merged.add(name, stats)
-    return merged if merged.by_name else None
+def _each(name: str) -> Callable[..., None]:
+    """Return a method that calls that of every child; the first that raises ends it."""
+
+    def call(self: MultiConnector, *args: object, **kwargs: object) -> None:
+        for child in self.children:
+            getattr(child, name)(*args, **kwargs)
+
+    return call
 
 
-@forwarding(
-    KVConnectorScheduler,
-    {
-        "on_new_request": each,
-        "take_events": one_after_another,
-        "has_pending_work": any_of,
-        "reset_cache": none_refuses,
-        "shutdown": each_whatever_happens,
-    },
-)
-class _MultiScheduler:
-    def __init__(self, children: Sequence[KVConnectorScheduler], names: Sequence[str]) -> None:
-        self._children = list(children)
-        self._names = list(names)
-        self._loading: dict[str, int] = {}
+def _any(name: str) -> Callable[..., bool]:
+    """Return a method that asks every child, for some answers change something."""
+
+    def call(self: MultiConnector, *args: object) -> bool:
+        return True in [bool(getattr(child, name)(*args)) for child in self.children]
+
+    return call
+
+
+def _same(name: str, answers: Sequence[T | None]) -> T | None:
+    """Return what those say that say something. Raises `UsageError` when they differ."""
+    said = {answer for answer in answers if answer is not None}
+    if len(said) > 1:
+        raise UsageError(name, answers, "must be the same for all connectors of a MultiConnector")
+    return said.pop() if said else None
+
+
+class MultiConnector(KVConnectorBase_V1, SupportsHMA):
+    """Makes all connectors that `kv_connector_extra_config["connectors"]` lists.
+
+    Each entry is a `KVTransferConfig` of its own; what it does not say about
+    `engine_id` comes from the outer one. The order is the order of preference.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig = None
+    ) -> None:
+        """Raises what the children's constructors raise; those already made are shut down then."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.children: list[KVConnectorBase_V1] = []
+        self._names: list[str] = []
+        self._loading: dict[str, KVConnectorBase_V1] = {}
         """Request -> the child that offered tokens last time it was asked."""
         self._extra_saves: dict[str, int] = {}
+        try:
+            for kind, config in _kinds(vllm_config):
+                self.children.append(kind(config, role, kv_cache_config))
+                self._names.append(str(config.kv_transfer_config.kv_connector))
+        except BaseException:
+            with suppress(Exception):
+                self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Every child is told, also after one has raised; the first error is raised at the end."""
+        error: Exception | None = None
+        for child in self.children:
+            try:
+                child.shutdown()
+            except Exception as e:
+                log.exception("shutdown of a connector failed")
+                error = error or e
+        if error is not None:
+            raise error
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return any(child.requires_kv_delivery for child in self.children)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        asked = [kind.get_required_kvcache_layout(config) for kind, config in _kinds(vllm_config)]
+        return _same("get_required_kvcache_layout", asked)
+
+    def get_kv_connector_stats(self) -> MultiStats | None:
+        merged = MultiStats()
+        for name, child in zip(self._names, self.children, strict=True):
+            stats = child.get_kv_connector_stats()
+            if stats is not None:
+                merged.add(name, stats)
+        return merged if merged.by_name else None
+
+    # Scheduler side
+
+    bind_kv_cache_manager = _each("bind_kv_cache_manager")
+    bind_gpu_block_pool = _each("bind_gpu_block_pool")
+    on_new_request = _each("on_new_request")
+    set_xfer_handshake_metadata = _each("set_xfer_handshake_metadata")
+    set_xfer_handshake_metadata_pp_aware = _each("set_xfer_handshake_metadata_pp_aware")
+    has_pending_block_frees = _any("has_pending_block_frees")
+    has_pending_push_work = _any("has_pending_push_work")
+    register_finished_partial_tail = _any("register_finished_partial_tail")
 
     def get_num_new_matched_tokens(
-        self, request: EngineRequest, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """The first child's that offers tokens. All are asked; one that needs time makes all."""
         self._loading.pop(request.request_id, None)
         offer: tuple[int, bool] = (0, False)
-        loading = -1
-        for i, child in enumerate(self._children):
+        loading: KVConnectorBase_V1 | None = None
+        for child in self.children:
             tokens, between_steps = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if tokens is None:
                 return None, False
-            if offer[0] == 0 and tokens > 0:
-                loading, offer = i, (tokens, between_steps)
-        if loading >= 0:
+            if loading is None and tokens > 0:
+                loading, offer = child, (tokens, between_steps)
+        if loading is not None:
             self._loading[request.request_id] = loading
         return offer
 
     def update_state_after_alloc(
-        self, request: EngineRequest, block_ids: Sequence[int], num_external_tokens: int
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The child that offered loads; the others hear of the blocks and load nothing."""
         loading = self._loading.get(request.request_id)
-        for i, child in enumerate(self._children):
-            tokens = num_external_tokens if i == loading else 0
-            child.update_state_after_alloc(request, block_ids, tokens)
+        for child in self.children:
+            tokens = num_external_tokens if child is loading else 0
+            child.update_state_after_alloc(request, blocks, tokens)
 
-    def build_connector_meta(self, step: SchedulerStep) -> MultiMetadata:
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._loading[request.request_id].get_loaded_kv_cache_group_ids(request)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        child = self._loading.get(request.request_id)
+        if child is None:
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        return child.get_external_cache_hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
         extra, self._extra_saves = self._extra_saves, {}
-        return MultiMetadata(tuple(c.build_connector_meta(step) for c in self._children), extra)
+        parts = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
+        return MultiMetadata(parts, extra)
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Every child gets the output with its own part of the metadata."""
-        meta = output.kv_connector_worker_meta
-        parts = meta.children if isinstance(meta, MultiWorkerMetadata) else (None,) * self._count
-        for child, part in zip(self._children, parts, strict=True):
-            child.update_connector_output(replace(output, kv_connector_worker_meta=part))
+        meta = connector_output.kv_connector_worker_meta
+        none = (None,) * len(self.children)
+        parts = meta.children if isinstance(meta, MultiWorkerMetadata) else none
+        for child, part in zip(self.children, parts, strict=True):
+            child.update_connector_output(replace(connector_output, kv_connector_worker_meta=part))
 
     def request_finished(
-        self, request: EngineRequest, block_ids: Sequence[int]
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         """Blocks are kept until every child that asked for it has sent them.
 
@@ -174,8 +248,8 @@ class _MultiScheduler:
         """
         senders = 0
         merged: dict[str, object] | None = None
-        for child in self._children:
-            sends, params = child.request_finished(request, block_ids)
+        for child in self.children:
+            sends, params = request_finished(child, request, block_ids)
             senders += sends
             if params is None:
                 continue
@@ -188,117 +262,90 @@ class _MultiScheduler:
             self._extra_saves[request.request_id] = senders - 1
         return senders > 0, merged
 
-    def get_kv_connector_stats(self) -> MultiStats | None:
-        return _stats_by_name(self._names, self._children)
+    def take_events(self) -> Iterable[object]:
+        return [event for child in self.children for event in child.take_events()]
 
-    @property
-    def _count(self) -> int:
-        return len(self._children)
+    def get_finished_count(self) -> int | None:
+        counts = [child.get_finished_count() for child in self.children]
+        return None if None in counts else _same("get_finished_count", counts)
 
+    def reset_cache(self) -> bool:
+        """Every child is asked; None is no refusal."""
+        return False not in [child.reset_cache() for child in self.children]
 
-@forwarding(
-    KVConnectorWorker,
-    {
-        "get_required_kvcache_layout": the_same,
-        "get_finished_count": the_same_of_all,
-        "register_kv_caches": each,
-        "start_load_kv": each,
-        "wait_for_layer_load": each,
-        "save_kv_layer": each,
-        "wait_for_save": each,
-        "get_block_ids_with_load_errors": united,
-        "shutdown": each_whatever_happens,
-    },
-)
-class _MultiWorker:
-    def __init__(self, children: Sequence[KVConnectorWorker], names: Sequence[str]) -> None:
-        self._children = list(children)
-        self._names = list(names)
-        self._extra_saves: dict[str, int] = {}
-        self._bound = False
+    # Worker side
 
-    def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
-        self._extra_saves.update(metadata.extra_saves)
-        for child, part in zip(self._children, metadata.children, strict=True):
+    register_kv_caches = _each("register_kv_caches")
+    unregister_kv_caches = _each("unregister_kv_caches")
+    restore_kv_caches = _each("restore_kv_caches")
+    set_host_xfer_buffer_ops = _each("set_host_xfer_buffer_ops")
+    start_load_kv = _each("start_load_kv")
+    finish_forward = _each("finish_forward")
+    reset_capture_state = _each("reset_capture_state")
+    wait_for_layer_load = _each("wait_for_layer_load")
+    save_kv_layer = _each("save_kv_layer")
+    wait_for_save = _each("wait_for_save")
+
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
+        """Return the one child's that has some: the KV lies in one pool."""
+        return _same("get_mem_pool_context", [c.get_mem_pool_context() for c in self.children])
+
+    def bind_connector_metadata(self, connector_metadata: MultiMetadata) -> None:
+        self._extra_saves.update(connector_metadata.extra_saves)
+        for child, part in zip(self.children, connector_metadata.children, strict=True):
             child.bind_connector_metadata(part)
-        self._bound = True
+        super().bind_connector_metadata(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        self._bound = False
-        each("clear_connector_metadata", [c.clear_connector_metadata for c in self._children])
+        super().clear_connector_metadata()
+        for child in self.children:
+            child.clear_connector_metadata()
 
-    def has_connector_metadata(self) -> bool:
-        return self._bound
-
-    def handle_preemptions(self, metadata: MultiMetadata) -> None:
-        for child, part in zip(self._children, metadata.children, strict=True):
+    def handle_preemptions(self, kv_connector_metadata: MultiMetadata) -> None:
+        for child, part in zip(self.children, kv_connector_metadata.children, strict=True):
             child.handle_preemptions(part)
 
-    def get_finished(self, finished_req_ids: set[str]) -> TransferResults:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """A request has been sent when every child that sends it has said so."""
-        sent: set[str] = set()
-        received: set[str] = set()
-        failed: set[str] = set()
-        for child in self._children:
-            results = child.get_finished(finished_req_ids)
-            received |= results.finished_recving
-            failed |= results.failed_recving
+        merged = KVConnectorTransferResults()
+        for child in self.children:
+            results = child.get_transfer_results(finished_req_ids)
+            merged.finished_recving |= results.finished_recving
+            merged.failed_recving |= results.failed_recving
             for request_id in results.finished_sending:
                 left = self._extra_saves.pop(request_id, 0)
                 if left == 0:
-                    sent.add(request_id)
+                    merged.finished_sending.add(request_id)
                 elif left > 1:
                     self._extra_saves[request_id] = left - 1
-        return TransferResults(sent, received, failed)
+        return merged
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set().union(*(child.get_block_ids_with_load_errors() for child in self.children))
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        said = (child.get_handshake_metadata() for child in self.children)
+        return next((metadata for metadata in said if metadata is not None), None)
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
-        parts = tuple(child.build_connector_worker_meta() for child in self._children)
+        parts = tuple(child.build_connector_worker_meta() for child in self.children)
         return None if all(part is None for part in parts) else MultiWorkerMetadata(parts)
 
-    def get_kv_connector_stats(self) -> MultiStats | None:
-        return _stats_by_name(self._names, self._children)
-
-    def get_kv_cache_events(self) -> KVCacheEvents | None:
+    def get_kv_connector_kv_cache_events(self) -> KVCacheEvents | None:
         """Return one worker's events: what several children have seen counts once."""
         merged: KVCacheEvents | None = None
-        for child in self._children:
-            events = child.get_kv_cache_events()
+        for child in self.children:
+            events = child.get_kv_connector_kv_cache_events()
             if merged is None:
                 merged = events
             elif events is not None:
                 known = set(merged.get_all_events())
                 merged.add_events([e for e in events.get_all_events() if e not in known])
         return merged
-
-
-class MultiConnector:
-    """Makes all connectors that `kv_connector_extra_config["connectors"]` lists.
-
-    Each entry is a `KVTransferConfig` of its own; what it does not say about
-    `engine_id` comes from the outer one. The order is the order of preference.
-    """
-
-    @classmethod
-    def make_scheduler(
-        cls, config: KVTransferConfig, engine: EngineDescription
-    ) -> KVConnectorScheduler:
-        """Raises what the children's makers raise; those already made are shut down then."""
-
-        def make(child: KVTransferConfig) -> KVConnectorScheduler:
-            return KVConnectorFactory.create_connector(child, KVConnectorRole.SCHEDULER, engine)
-
-        made, names = _make_all(config, make)
-        return cast("KVConnectorScheduler", _MultiScheduler(made, names))
-
-    @classmethod
-    def make_worker(cls, config: KVTransferConfig, engine: EngineDescription) -> KVConnectorWorker:
-        """As `make_scheduler`."""
-
-        def make(child: KVTransferConfig) -> KVConnectorWorker:
-            return KVConnectorFactory.create_connector(child, KVConnectorRole.WORKER, engine)
-
-        made, names = _make_all(config, make)
-        return cast("KVConnectorWorker", _MultiWorker(made, names))
 
 
 def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
@@ -315,17 +362,9 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     return configs
 
 
-def _make_all(
-    config: KVTransferConfig, make: Callable[[KVTransferConfig], _Made]
-) -> tuple[list[_Made], list[str]]:
-    """Return the children and their names."""
-    configs = child_configs(config)
-    made: list[_Made] = []
-    try:
-        for config in configs:
-            made.append(make(config))  # noqa: PERF401
-    except BaseException:
-        with suppress(Exception):
-            each_whatever_happens("shutdown", [child.shutdown for child in made])
-        raise
-    return made, [str(config.kv_connector) for config in configs]
+def _kinds(vllm_config: VllmConfig) -> Iterable[tuple[type[KVConnectorBase_V1], VllmConfig]]:
+    """Give the children's classes, each with the configuration that it is made with."""
+    for config in child_configs(vllm_config.kv_transfer_config):
+        of_child = copy.copy(vllm_config)
+        of_child.kv_transfer_config = config
+        yield KVConnectorFactory.get_connector_class(config), of_child

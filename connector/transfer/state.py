@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from connector.limits import GROUP_WAIT_S
-from connector.transfer.base import KVConnectorRole, KVConnectorScheduler, KVConnectorWorker
+from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorRole
 from connector.transfer.factory import KVConnectorFactory
 from kvstore import DeadlineError, UsageError
 
 if TYPE_CHECKING:
-    from connector.transfer.base import EngineDescription
     from connector.transfer.config import KVTransferConfig
+    from connector.transfer.engine import EngineInfo
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
@@ -24,7 +24,7 @@ log = logging.getLogger(f"kvstore.{__name__}")
 class _Group:
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.connector: KVConnectorWorker | None = None
+        self.connector: KVConnectorBase_V1 | None = None
         self.config: KVTransferConfig | None = None
 
     @contextmanager
@@ -53,9 +53,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def ensure_kv_transfer_initialized(
-    config: KVTransferConfig | None, engine: EngineDescription
-) -> None:
+def ensure_kv_transfer_initialized(config: KVTransferConfig | None, engine: EngineInfo) -> None:
     """Make this process's worker-side connector unless there is one, or `config` wants none.
 
     Safe to call again and from several threads: the first call decides, and the
@@ -81,7 +79,7 @@ def has_kv_transfer_group() -> bool:
     return _group.connector is not None
 
 
-def get_kv_transfer_group() -> KVConnectorWorker:
+def get_kv_transfer_group() -> KVConnectorBase_V1:
     """This process's connector. Raises `UsageError` when there is none."""
     connector = _group.connector
     if connector is None:
@@ -92,21 +90,19 @@ def get_kv_transfer_group() -> KVConnectorWorker:
 
 
 def is_v1_kv_transfer_group(connector: object = None) -> bool:
-    """Return whether `connector`, or this process's own, has the calls of
-    `connector.transfer.base`.
-
-    False when there is none.
-    """
+    """Return whether `connector`, or this process's own, is a connector; False when there is
+    none."""
     if connector is None:
         connector = _group.connector
-    return isinstance(connector, KVConnectorWorker | KVConnectorScheduler)
+    return isinstance(connector, KVConnectorBase_V1)
 
 
 def get_kv_connector_cache_layout() -> str:
     """How the KV of this process is to lie, "NHD" or "HND": the former unless its connector needs
     the latter. Ask before the KV is allocated."""
     connector = _group.connector
-    return (connector and connector.get_required_kvcache_layout()) or "NHD"
+    wanted = connector and type(connector).get_required_kvcache_layout(connector._vllm_config)
+    return wanted or "NHD"
 
 
 def ensure_kv_transfer_shutdown() -> None:

@@ -1,70 +1,57 @@
-"""A connector whose two sides record every call and answer what a test has set."""
+"""A connector that records every call and answers what a test has set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any, ClassVar
 
-from connector.transfer.base import KVConnectorScheduler, KVConnectorWorker, TransferResults
-from connector.transfer.config import KVTransferConfig
-from connector.transfer.forwarding import calls_of
+from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorTransferResults
 
+CALLS = {n for n, call in vars(KVConnectorBase_V1).items() if n[0] != "_" and isfunction(call)}
+"""Names of all calls that an engine makes of a connector it has."""
 DEFAULTS: dict[str, Any] = {
     "get_num_new_matched_tokens": (0, False),
     "build_connector_meta": "meta",
     "request_finished": (False, None),
     "take_events": (),
-    "has_pending_work": False,
-    "get_finished": TransferResults(),
+    "has_pending_push_work": False,
+    "get_transfer_results": KVConnectorTransferResults(),
     "get_block_ids_with_load_errors": set(),
 }
 
 
-class Recorder:
-    """Answers every call of a protocol; `answers` and `calls` are the test's."""
+def recorded(name: str) -> Callable[..., Any]:
+    def call(self: Fake, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((name, args, kwargs))
+        answer = self.answers.get(name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def __init__(self, protocol: type, config: KVTransferConfig, engine: Any) -> None:
-        self.config, self.engine = config, engine
+    return call
+
+
+class Fake(type("Recorded", (), {name: recorded(name) for name in CALLS}), KVConnectorBase_V1):  # type: ignore[misc]
+    """Registered by module path; `made` holds them in the order in which they were made."""
+
+    made: ClassVar[list[Fake]] = []
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.config, self.engine = vllm_config.kv_transfer_config, vllm_config.engine_info
+        if self.config.get_from_extra_config("fails", False):
+            raise RuntimeError("cannot be made")
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.answers: dict[str, Any] = dict(DEFAULTS)
-        self._protocol = protocol
+        Fake.made.append(self)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name not in calls_of(self._protocol):
-            raise AttributeError(name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append((name, args, kwargs))
-            answer = self.answers.get(name)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        return call
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return vllm_config.kv_transfer_config.get_from_extra_config("layout", None)  # type: ignore[no-any-return]
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
         return [args for called, args, _ in self.calls if called == name]
-
-
-class Fake:
-    """Registered by module path; `made` holds the sides in the order in which they were made."""
-
-    made: ClassVar[list[Recorder]] = []
-
-    @classmethod
-    def make_scheduler(cls, config: KVTransferConfig, engine: Any) -> Recorder:
-        return cls._make(KVConnectorScheduler, config, engine)
-
-    @classmethod
-    def make_worker(cls, config: KVTransferConfig, engine: Any) -> Recorder:
-        return cls._make(KVConnectorWorker, config, engine)
-
-    @classmethod
-    def _make(cls, protocol: type, config: KVTransferConfig, engine: Any) -> Recorder:
-        if config.get_from_extra_config("fails", False):
-            raise RuntimeError("cannot be made")
-        Fake.made.append(Recorder(protocol, config, engine))
-        return Fake.made[-1]
 
 
 class OtherFake(Fake):

@@ -45,7 +45,6 @@ LONG_FUNCTIONS = {
 }
 """Functions that may be longer, and how long. Why, a comment in each says."""
 SAME_NAMES = {
-    "KVConnectorWorkerMetadata": "connectors are written against either of vLLM's two interfaces",
     "KVStoreConnector": "engines' configurations say it, those of vLLM and those of the package",
 }
 """Names that two public classes have, and why."""

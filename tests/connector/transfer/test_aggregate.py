@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from connector.stats import CountStats
 from connector.transfer import aggregate as aggregate_module
 from connector.transfer.aggregate import KVOutputAggregator, WorkerEvents, worker_output
-from connector.transfer.base import KVConnectorOutput, TransferResults
+from connector.transfer.base import KVConnectorOutput
+from connector.transfer.base_v1 import KVConnectorTransferResults
 from kvstore import UsageError
 
 
@@ -202,8 +203,8 @@ class Worker:
     def get_finished_count(self) -> int | None:
         return self.finished_count
 
-    def get_finished(self, finished_req_ids: set[str]) -> TransferResults:
-        return TransferResults({"s"}, {"r", *finished_req_ids}, {"r"})
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults({"s"}, {"r", *finished_req_ids}, {"r"})
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return {4}
@@ -214,7 +215,7 @@ class Worker:
     def get_kv_connector_stats(self) -> CountStats:
         return CountStats({"n": 1})
 
-    def get_kv_cache_events(self) -> WorkerEvents:
+    def get_kv_connector_kv_cache_events(self) -> WorkerEvents:
         return WorkerEvents(["e"])
 
 

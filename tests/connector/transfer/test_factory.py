@@ -10,27 +10,24 @@ import pytest
 
 from connector.transfer.base import KVConnectorRole
 from connector.transfer.config import KVTransferConfig
+from connector.transfer.engine import EngineInfo
 from connector.transfer.factory import KVConnectorFactory
 from kvstore import UsageError
 
 SOURCE = """
-class Good:
-    @classmethod
-    def make_scheduler(cls, config, engine):
-        return ("scheduler", config.kv_connector, engine)
+from connector.transfer.base_v1 import KVConnectorBase_V1
 
-    @classmethod
-    def make_worker(cls, config, engine):
-        return ("worker", config.kv_connector, engine)
+class Good(KVConnectorBase_V1):
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = print
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = print
 
 class KVStoreConnector(Good):
     pass
 
-class Half:
-    @classmethod
-    def make_worker(cls, config, engine): ...
+class Other:
+    def __init__(self, vllm_config, role, kv_cache_config): ...
 
-not_a_class = Good()
+not_a_class = 7
 """
 
 
@@ -63,12 +60,20 @@ def test_module_is_imported_when_the_connector_is_made_not_before(module: str) -
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_role_decides_which_side_is_made_and_engine_passes_through(
-    module: str, role: KVConnectorRole
-) -> None:
+def test_role_config_and_engine_reach_the_connector(module: str, role: KVConnectorRole) -> None:
     KVConnectorFactory.register_connector("Mine", module, "Good")
-    made: Any = KVConnectorFactory.create_connector(config("Mine"), role, "engine")
-    assert made == (role.name.lower(), "Mine", "engine")
+    engine = EngineInfo(rank=3, kv_cache_config="groups")
+    made = KVConnectorFactory.create_connector(config("Mine"), role, engine)
+    assert (type(made).__name__, made.role) == ("Good", role)
+    assert made._vllm_config.engine_info is engine
+    assert made._kv_transfer_config.kv_connector == "Mine"
+    assert made._kv_cache_config == "groups"
+
+
+@pytest.mark.parametrize("engine", [None, "engine", {"rank": 0}])
+def test_anything_but_an_engine_info_is_refused(module: str, engine: Any) -> None:
+    with pytest.raises(UsageError, match="must be an EngineInfo"):
+        KVConnectorFactory.create_connector(config("Good", module), KVConnectorRole.WORKER, engine)
 
 
 def test_module_path_wins_over_a_registered_name(module: str) -> None:
@@ -93,7 +98,7 @@ def test_name_can_be_registered_once(module: str) -> None:
         ("no.such.module", "Good", "cannot be imported: No module named 'no'"),
         ("broken_connectors", "Good", "cannot be imported.*nothing_of_this_name"),
         ("late_connectors", "Absent", "late_connectors:Absent.*no such class"),
-        ("late_connectors", "Half", "needs make_scheduler and make_worker"),
+        ("late_connectors", "Other", "needs KVConnectorBase_V1 as its base"),
         ("late_connectors", "not_a_class", "is no connector"),
     ],
 )
@@ -115,16 +120,17 @@ def test_registration_needs_a_name_a_module_and_a_class(place: tuple[str, str, s
 
 
 def test_config_without_a_connector_makes_none() -> None:
+    nothing = KVTransferConfig()
     with pytest.raises(UsageError, match="kv_connector=None"):
-        KVConnectorFactory.create_connector(KVTransferConfig(), KVConnectorRole.WORKER, None)
+        KVConnectorFactory.create_connector(nothing, KVConnectorRole.WORKER, EngineInfo())
 
 
 def test_role_must_be_one_of_the_two(module: str) -> None:
     with pytest.raises(UsageError, match="role="):
         KVConnectorFactory.create_connector(
             config("Good", module),
-            "worker",  # type: ignore[call-overload]
-            None,
+            "worker",  # type: ignore[arg-type]
+            EngineInfo(),
         )
 
 

@@ -1,4 +1,4 @@
-"""KVStoreConnector: our core behind the protocols, and what it refuses at start."""
+"""KVStoreConnector: our core behind vLLM's calls, and what it refuses at start."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ from connector.build import EngineShape
 from connector.layout.topology import TpKVTopology
 from connector.stats import CountStats
 from connector.transfer.aggregate import KVOutputAggregator, worker_output
-from connector.transfer.base import (
-    KVConnectorOutput,
-    KVConnectorScheduler,
-    KVConnectorWorker,
-    SchedulerStep,
-)
+from connector.transfer.base import KVConnectorOutput
+from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorRole
 from connector.transfer.config import KVTransferConfig
-from connector.transfer.kvstore_connector import EngineInfo, KVStoreConnector
+from connector.transfer.engine import EngineBlocks, EngineInfo, SchedulerSteps
+from connector.transfer.factory import KVConnectorFactory
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -57,33 +54,65 @@ def config(role: Any = "kv_both", **extra: Any) -> KVTransferConfig:
     )
 
 
+def made(role: KVConnectorRole, config: KVTransferConfig, info: EngineInfo) -> KVConnectorBase_V1:
+    return KVConnectorFactory.create_connector(config, role, info)
+
+
+def scheduler_of(config: KVTransferConfig, info: EngineInfo) -> KVConnectorBase_V1:
+    return made(KVConnectorRole.SCHEDULER, config, info)
+
+
+def worker_of(config: KVTransferConfig, info: EngineInfo) -> KVConnectorBase_V1:
+    return made(KVConnectorRole.WORKER, config, info)
+
+
+def beside_another(config: KVTransferConfig) -> KVTransferConfig:
+    """Return the config of a MultiConnector over one that has nothing, and `config`'s."""
+    other = {"kv_connector": "Fake", "kv_connector_module_path": "fake_connectors"}
+    values = {"kv_connector": config.kv_connector, "kv_role": config.kv_role}
+    extra = {"kv_connector_extra_config": config.kv_connector_extra_config}
+    children = [{"kv_role": config.kv_role, **other}, {**values, **extra}]
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role=config.kv_role,
+        kv_connector_extra_config={"connectors": children},
+    )
+
+
 class Engine:
     """Both sides, with metadata and outputs going through pickle as between processes."""
 
     def __init__(
-        self, role: Any = "kv_both", seed: int = 0, events: bool = False, **extra: Any
+        self,
+        role: Any = "kv_both",
+        seed: int = 0,
+        events: bool = False,
+        multi: bool = False,
+        **extra: Any,
     ) -> None:
         self.pins = FakePins()
         shape = replace(SHAPE, events=events)
         info = EngineInfo(shape=shape, pins=self.pins, num_blocks=1000)
-        self.scheduler = KVStoreConnector.make_scheduler(config(role, **extra), info)
-        self.worker = KVStoreConnector.make_worker(config(role, **extra), info)
+        configured = config(role, **extra)
+        configured = beside_another(configured) if multi else configured
+        self.scheduler, self.worker = scheduler_of(configured, info), worker_of(configured, info)
         self.kv = kv_tensors(16, seed=seed)
         self.worker.register_kv_caches(self.kv)
         self.outputs = KVOutputAggregator.from_connector(self.worker, 1)
         self.stats = CountStats()
+        self.steps = SchedulerSteps()
 
     def step(
         self, *scheduled: tuple[FakeRequest, int], finished: tuple[str, ...] = ()
     ) -> KVConnectorOutput:
-        step = SchedulerStep(scheduled, lambda _: TABLE)
+        step = self.steps.next(scheduled, lambda _: TABLE, finished=finished)
         meta = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(step)))
         self.worker.bind_connector_metadata(meta)
         self.worker.handle_preemptions(meta)
-        self.worker.start_load_kv()
+        self.worker.start_load_kv(None)
         for name, layer in self.kv.items() if scheduled else ():
             self.worker.wait_for_layer_load(name)
-            self.worker.save_kv_layer(name, layer)
+            self.worker.save_kv_layer(name, layer, None)
         self.worker.wait_for_save()
         output = worker_output(self.worker, set(finished))
         output = self.outputs.aggregate([pickle.loads(pickle.dumps(output))])
@@ -94,8 +123,11 @@ class Engine:
         return output
 
     def save(self, request: FakeRequest) -> None:
+        self.scheduler.on_new_request(request)
         self.step((request, request.num_tokens))
-        wait_for(lambda: self.step() is not None and not self.scheduler.has_pending_work(), "save")
+        wait_for(
+            lambda: self.step() is not None and not self.scheduler.has_pending_push_work(), "save"
+        )
 
     def match(self, request: FakeRequest) -> tuple[int | None, bool]:
         answers: list[tuple[int | None, bool]] = []
@@ -109,7 +141,7 @@ class Engine:
         return answers[-1]
 
     def load(self, request: FakeRequest, tokens: int) -> KVConnectorOutput:
-        self.scheduler.update_state_after_alloc(request, TABLE, tokens)
+        self.scheduler.update_state_after_alloc(request, EngineBlocks(TABLE), tokens)
         ended: list[KVConnectorOutput] = []
 
         def done() -> bool:
@@ -131,11 +163,6 @@ def engine(store: MemoryBlockStore) -> Iterator[Engine]:
     engine.close()
 
 
-def test_sides_have_every_call_of_the_protocols(engine: Engine) -> None:
-    assert isinstance(engine.scheduler, KVConnectorScheduler)
-    assert isinstance(engine.worker, KVConnectorWorker)
-
-
 def test_saved_blocks_are_loaded_by_another_engine_and_both_are_counted(engine: Engine) -> None:
     engine.save(FakeRequest("a", PROMPT))
     assert engine.pins.references == {}
@@ -154,6 +181,27 @@ def test_saved_blocks_are_loaded_by_another_engine_and_both_are_counted(engine: 
         assert counts[f"kvstore_{done}_blocks"] == blocks
         assert counts[f"kvstore_{done}_bytes"] == size
         assert len(counts[f"kvstore_{verb}_seconds"]) == 1
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_beside_another_connector_it_saves_and_loads_the_same(
+    store: MemoryBlockStore, layerwise: bool
+) -> None:
+    engine, other = (Engine(seed=i, multi=True, layerwise=layerwise) for i in range(2))
+    engine.save(FakeRequest("a", PROMPT))
+    again = FakeRequest("b", PROMPT)
+    offered, between_steps = other.match(again)
+    assert (offered, between_steps) == (len(PROMPT) - ENGINE_BLOCK * layerwise, not layerwise)
+    other.scheduler.update_state_after_alloc(again, EngineBlocks(TABLE), offered)
+    again.num_computed_tokens = offered
+    if layerwise:
+        assert not other.step((again, ENGINE_BLOCK)).invalid_block_ids
+    else:
+        wait_for(lambda: bool(other.step().finished_recving), "the load")
+    loaded = TABLE[: offered // ENGINE_BLOCK]
+    assert bool((bits(other.kv)[:, loaded] == bits(engine.kv)[:, loaded]).all())
+    engine.close()
+    other.close()
 
 
 def test_what_cannot_be_loaded_comes_back_as_invalid_blocks_and_is_not_offered_again(
@@ -180,7 +228,7 @@ def test_layer_by_layer_a_load_is_part_of_the_step_that_computes_the_rest(
     again = FakeRequest("b", PROMPT)
     loaded = len(PROMPT) - ENGINE_BLOCK
     assert other.match(again) == (loaded, False), "the last block is computed"
-    other.scheduler.update_state_after_alloc(again, TABLE, loaded)
+    other.scheduler.update_state_after_alloc(again, EngineBlocks(TABLE), loaded)
     again.num_computed_tokens = loaded
     output = other.step((again, ENGINE_BLOCK))
     assert not output.finished_recving, "that is for loads between steps"
@@ -198,7 +246,7 @@ def test_layer_by_layer_invalid_blocks_come_with_the_same_step(store: MemoryBloc
     again = FakeRequest("b", PROMPT)
     loaded, _ = other.match(again)
     assert engine.scheduler.reset_cache()
-    other.scheduler.update_state_after_alloc(again, TABLE, loaded or 0)
+    other.scheduler.update_state_after_alloc(again, EngineBlocks(TABLE), loaded or 0)
     again.num_computed_tokens = len(PROMPT) - ENGINE_BLOCK
     assert other.step((again, ENGINE_BLOCK)).invalid_block_ids == set(TABLE[:-1])
     again.num_computed_tokens = 0
@@ -214,16 +262,42 @@ def test_offer_that_the_engine_does_not_take_up_loads_nothing(engine: Engine) ->
     engine.save(request)
     again = FakeRequest("b", PROMPT)
     assert engine.match(again)[0] == len(PROMPT)
-    engine.scheduler.update_state_after_alloc(again, TABLE, 0)
-    step = SchedulerStep((), lambda _: TABLE)
+    engine.scheduler.update_state_after_alloc(again, EngineBlocks(TABLE), 0)
+    step = SchedulerSteps().next((), lambda _: TABLE)
     assert not engine.scheduler.build_connector_meta(step).loads
 
 
 def test_finished_request_never_keeps_its_blocks(engine: Engine) -> None:
     request = FakeRequest("a", PROMPT)
+    engine.scheduler.on_new_request(request)
     engine.step((request, request.num_tokens))
     assert engine.scheduler.request_finished(request, TABLE) == (False, None)
     assert list(engine.scheduler.take_events()) == []
+    assert not engine.scheduler.requires_kv_delivery, "nor is anybody told that it must"
+
+
+def test_steps_of_running_requests_copy_none_of_their_tokens(engine: Engine) -> None:
+    """The engine's thread comes by in every step; only connectors of vLLM's kind read them."""
+
+    class Unread(FakeRequest):
+        @property
+        def all_token_ids(self) -> list[int]:
+            raise AssertionError("somebody reads all tokens")
+
+    request = Unread("a", PROMPT)
+    engine.scheduler.on_new_request(request)
+    for _ in range(2):
+        engine.step((request, 1))
+
+
+def test_request_that_it_never_heard_of_is_named_with_what_to_call(engine: Engine) -> None:
+    request = FakeRequest("a", PROMPT)
+    with pytest.raises(UsageError, match=r"num_scheduled_tokens=\['a'\].*on_new_request"):
+        engine.step((request, 4))
+    engine.scheduler.on_new_request(request)
+    engine.scheduler.request_finished(request, TABLE)
+    with pytest.raises(UsageError, match="on_new_request"):
+        engine.step((request, 4))
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -247,9 +321,10 @@ def test_engine_that_wants_events_is_told_what_was_stored_and_both_sides_count(
 
 
 def test_consumer_saves_nothing_and_needs_no_pins(store: MemoryBlockStore) -> None:
-    scheduler = KVStoreConnector.make_scheduler(config("kv_consumer"), EngineInfo(shape=SHAPE))
+    scheduler = scheduler_of(config("kv_consumer"), EngineInfo(shape=SHAPE))
     request = FakeRequest("a", PROMPT)
-    step = SchedulerStep([(request, request.num_tokens)], lambda _: TABLE)
+    scheduler.on_new_request(request)
+    step = SchedulerSteps().next([(request, request.num_tokens)], lambda _: TABLE)
     assert not scheduler.build_connector_meta(step).saves
     scheduler.shutdown()
 
@@ -260,13 +335,13 @@ def test_consumer_saves_nothing_and_needs_no_pins(store: MemoryBlockStore) -> No
 )
 def test_engine_that_saves_must_say_how_to_pin(role: Any, lacking: Any) -> None:
     with pytest.raises(UsageError, match="pins, engine"):
-        KVStoreConnector.make_scheduler(config(role), EngineInfo(shape=SHAPE, **lacking))
+        scheduler_of(config(role), EngineInfo(shape=SHAPE, **lacking))
 
 
 @pytest.mark.parametrize("rank", [-1, 1])
 def test_rank_beyond_the_topology_is_refused(rank: int) -> None:
     with pytest.raises(UsageError, match="rank="):
-        KVStoreConnector.make_worker(config(), EngineInfo(shape=SHAPE, rank=rank))
+        worker_of(config(), EngineInfo(shape=SHAPE, rank=rank))
 
 
 @pytest.mark.parametrize(
@@ -277,23 +352,25 @@ def test_rank_beyond_the_topology_is_refused(rank: int) -> None:
     ],
 )
 def test_wrong_settings_are_said_at_start(extra: dict[str, Any], field: str) -> None:
-    for make in (KVStoreConnector.make_scheduler, KVStoreConnector.make_worker):
+    for make in (scheduler_of, worker_of):
         with pytest.raises(UsageError) as caught:
             make(config("kv_consumer", **extra), EngineInfo(shape=SHAPE))
         assert caught.value.field == field
 
 
-def test_anything_but_an_engine_info_is_refused() -> None:
-    with pytest.raises(UsageError, match="must be an EngineInfo"):
-        KVStoreConnector.make_worker(config(), SHAPE)  # type: ignore[arg-type]
+def test_engine_without_a_shape_or_with_several_groups_is_refused() -> None:
+    with pytest.raises(UsageError, match="must be an EngineShape"):
+        worker_of(config(), EngineInfo())
+    with pytest.raises(UsageError, match=r"engine\.shape\.groups=2"):
+        worker_of(config(), EngineInfo(shape=replace(SHAPE, groups=SHAPE.groups * 2)))
 
 
 def test_step_without_metadata_is_refused_and_binding_is_visible(engine: Engine) -> None:
     assert not engine.worker.has_connector_metadata()
     with pytest.raises(UsageError, match="bind_connector_metadata"):
-        engine.worker.start_load_kv()
+        engine.worker.start_load_kv(None)
     with pytest.raises(UsageError, match="this connector's own"):
         engine.worker.bind_connector_metadata({"plan": 1})
-    step = SchedulerStep((), lambda _: None)
+    step = SchedulerSteps().next((), lambda _: None)
     engine.worker.bind_connector_metadata(engine.scheduler.build_connector_meta(step))
     assert engine.worker.has_connector_metadata()

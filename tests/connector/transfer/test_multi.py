@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from connector_parts import FakeRequest
-from fake_connectors import Fake, Recorder
+from fake_connectors import CALLS, Fake
 
 from connector.stats import CountStats
 from connector.transfer import multi
 from connector.transfer.aggregate import WorkerEvents
-from connector.transfer.base import (
-    KVConnectorOutput,
-    KVConnectorRole,
-    KVConnectorScheduler,
-    KVConnectorWorker,
-    SchedulerStep,
-    TransferResults,
+from connector.transfer.base import KVConnectorOutput, KVConnectorRole
+from connector.transfer.base_v1 import (
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from connector.transfer.config import KVTransferConfig
+from connector.transfer.engine import EngineBlocks, EngineInfo, SchedulerSteps
 from connector.transfer.factory import KVConnectorFactory
-from connector.transfer.forwarding import calls_of, each, forwarding
 from connector.transfer.multi import (
+    MultiConnector,
     MultiMetadata,
     MultiStats,
     MultiWorkerMetadata,
 )
-from kvstore import InternalError, UsageError
+from kvstore import UsageError
 
 REQUEST = FakeRequest("r", [1, 2, 3])
-STEP = SchedulerStep((), lambda _: None)
+STEP = SchedulerSteps().next((), lambda _: None)
+ENGINE = EngineInfo()
+BLOCKS = EngineBlocks([5, 6])
 
 
 @pytest.fixture(autouse=True)
@@ -56,100 +56,112 @@ def config(*children: Any) -> KVTransferConfig:
     )
 
 
-def scheduler(count: int = 2) -> tuple[KVConnectorScheduler, list[Recorder]]:
-    wanted = config(*[child()] * count)
-    made = KVConnectorFactory.create_connector(wanted, KVConnectorRole.SCHEDULER, "engine")
+def make(wanted: KVTransferConfig, role: KVConnectorRole) -> tuple[Any, list[Fake]]:
+    """Any: the calls are made by name, and with stand-ins."""
+    made = KVConnectorFactory.create_connector(wanted, role, ENGINE)
+    assert isinstance(made, MultiConnector)
     return made, Fake.made
 
 
-def worker(*children: Any) -> tuple[Any, list[Recorder]]:
-    wanted = config(*(children or [child(), child()]))
-    made = KVConnectorFactory.create_connector(wanted, KVConnectorRole.WORKER, "engine")
-    return made, Fake.made
+def scheduler(count: int = 2) -> tuple[Any, list[Fake]]:
+    return make(config(*[child()] * count), KVConnectorRole.SCHEDULER)
 
 
-# Every call of the protocols, with some arguments: by name, because a call that
-# the protocol gains must be given some here.
-SCHEDULER_CALLS: dict[str, tuple[Any, ...]] = {
+def worker(*children: Any) -> tuple[Any, list[Fake]]:
+    return make(config(*(children or [child(), child()])), KVConnectorRole.WORKER)
+
+
+MULTI_META = MultiMetadata(("a", "b", "c"), {})
+# Every call of the base, with some arguments: by name, because a call that the base gains must
+# be given some here.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "on_new_request": (REQUEST,),
     "get_num_new_matched_tokens": (REQUEST, 4),
-    "update_state_after_alloc": (REQUEST, [1, 2], 0),
+    "update_state_after_alloc": (REQUEST, BLOCKS, 0),
     "build_connector_meta": (STEP,),
     "update_connector_output": (KVConnectorOutput(finished_recving={"r"}),),
     "request_finished": (REQUEST, [1, 2]),
+    "register_finished_partial_tail": (REQUEST, ([1],), []),
     "take_events": (),
     "get_kv_connector_stats": (),
-    "has_pending_work": (),
+    "has_pending_push_work": (),
+    "has_pending_block_frees": (),
     "reset_cache": (),
-    "shutdown": (),
-}
-MULTI_META = MultiMetadata(("a", "b"), {})
-WORKER_CALLS: dict[str, tuple[Any, ...]] = {
-    "get_required_kvcache_layout": (),
+    "bind_kv_cache_manager": ("manager",),
+    "bind_gpu_block_pool": ("pool",),
+    "set_xfer_handshake_metadata": ({},),
+    "set_xfer_handshake_metadata_pp_aware": ({},),
     "get_finished_count": (),
     "register_kv_caches": ({"layer0": "tensor"},),
+    "unregister_kv_caches": (),
+    "restore_kv_caches": (),
+    "set_host_xfer_buffer_ops": ("operation",),
+    "get_mem_pool_context": (),
     "bind_connector_metadata": (MULTI_META,),
     "clear_connector_metadata": (),
-    "has_connector_metadata": (),
     "handle_preemptions": (MULTI_META,),
-    "start_load_kv": (),
+    "start_load_kv": ("context",),
+    "finish_forward": (),
+    "reset_capture_state": (),
     "wait_for_layer_load": ("layer0",),
-    "save_kv_layer": ("layer0", "tensor"),
+    "save_kv_layer": ("layer0", "tensor", None),
     "wait_for_save": (),
-    "get_finished": ({"r"},),
+    "get_transfer_results": ({"r"},),
     "get_block_ids_with_load_errors": (),
+    "get_handshake_metadata": (),
     "build_connector_worker_meta": (),
-    "get_kv_connector_stats": (),
-    "get_kv_cache_events": (),
+    "get_kv_connector_kv_cache_events": (),
     "shutdown": (),
 }
+OF_ONE = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
+"""Calls that only the child is asked that loads."""
+OWN = {"has_connector_metadata", "get_finished"}
+"""Calls that it answers by itself, or by another one of the children's."""
 
 
-def test_both_tables_name_every_call_of_the_protocols() -> None:
-    assert set(SCHEDULER_CALLS) == calls_of(KVConnectorScheduler)
-    assert set(WORKER_CALLS) == calls_of(KVConnectorWorker)
+def test_the_table_names_every_call_of_the_base() -> None:
+    assert set(ARGUMENTS) == CALLS - OF_ONE - OWN
 
 
-@pytest.mark.parametrize("name", SCHEDULER_CALLS)
-def test_scheduler_call_reaches_every_child_with_its_arguments(name: str) -> None:
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_call_reaches_every_child_with_its_arguments(name: str) -> None:
     made, children = scheduler(3)
-    getattr(made, name)(*SCHEDULER_CALLS[name])
-    assert [c.called(name) for c in children] == [[SCHEDULER_CALLS[name]]] * 3
-
-
-@pytest.mark.parametrize("name", sorted(set(WORKER_CALLS) - {"has_connector_metadata"}))
-def test_worker_call_reaches_every_child_with_its_arguments(name: str) -> None:
-    made, children = worker()
-    getattr(made, name)(*WORKER_CALLS[name])
-    parts = WORKER_CALLS[name] == (MULTI_META,)
-    expected = [("a",), ("b",)] if parts else [WORKER_CALLS[name]] * 2
+    getattr(made, name)(*ARGUMENTS[name])
+    parts = ARGUMENTS[name] == (MULTI_META,)
+    expected = [("a",), ("b",), ("c",)] if parts else [ARGUMENTS[name]] * 3
     assert [c.called(name) for c in children] == [[args] for args in expected]
 
 
-def test_sides_have_every_call_of_the_protocols() -> None:
-    assert isinstance(scheduler()[0], KVConnectorScheduler)
-    assert isinstance(worker()[0], KVConnectorWorker)
+def test_the_child_that_loads_says_from_where_and_into_which_groups() -> None:
+    made, children = scheduler()
+    assert made.get_external_cache_hit_sources(REQUEST, 8) == {"external_unspecified": 8}
+    children[1].answers["get_num_new_matched_tokens"] = (8, True)
+    made.get_num_new_matched_tokens(REQUEST, 0)
+    children[1].answers["get_external_cache_hit_sources"] = {"host": 8}
+    children[1].answers["get_loaded_kv_cache_group_ids"] = (0,)
+    assert made.get_external_cache_hit_sources(REQUEST, 8) == {"host": 8}
+    assert made.get_loaded_kv_cache_group_ids(REQUEST) == (0,)
 
 
-class Grown(KVConnectorWorker, Protocol):
-    def get_finished(self, finished_req_ids: set[str]) -> TransferResults: ...
-    def a_new_call(self) -> None: ...
+def test_child_that_must_deliver_makes_all() -> None:
+    """The outer role does not decide it, as it does on the base."""
+    assert worker(child(kv_role="kv_consumer"), child())[0].requires_kv_delivery
+    assert not worker(child(kv_role="kv_consumer"))[0].requires_kv_delivery
 
 
-@pytest.mark.parametrize(
-    ("rules", "says"),
-    [
-        ({"get_finished": each}, r"missing \['a_new_call'\]"),
-        ({"get_finished": each, "a_new_call": each, "no_call": each}, r"unknown \['no_call'\]"),
-        ({"get_finished": each, "a_new_call": each, "own": each}, r"twice \['own'\]"),
-    ],
-)
-def test_call_that_nobody_has_decided_about_stops_the_import(rules: Any, says: str) -> None:
-    class Two:
-        def own(self) -> None: ...
+class OfGroups(Fake, SupportsHMA):
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return False, {"groups": block_ids}
 
-    with pytest.raises(InternalError, match=says):
-        forwarding(Grown, rules)(Two)
+
+def test_child_of_groups_is_told_of_the_end_by_its_own_call() -> None:
+    of_groups = {**child("OfGroups"), "kv_connector_module_path": __name__}
+    made, children = make(config(child(), of_groups), KVConnectorRole.SCHEDULER)
+    children[0].answers["request_finished"] = (True, None)
+    assert made.request_finished(REQUEST, [1]) == (True, {"groups": ([1],)})
+    assert children[0].called("request_finished") == [(REQUEST, [1])]
+    with pytest.raises(UsageError, match=r"2 groups.*Fake takes blocks of one"):
+        made.request_finished_all_groups(REQUEST, ([1], [2]))
 
 
 def test_first_child_that_offers_tokens_loads_and_the_others_only_hear_of_the_blocks() -> None:
@@ -157,9 +169,9 @@ def test_first_child_that_offers_tokens_loads_and_the_others_only_hear_of_the_bl
     children[1].answers["get_num_new_matched_tokens"] = (8, True)
     children[2].answers["get_num_new_matched_tokens"] = (16, False)
     assert made.get_num_new_matched_tokens(REQUEST, 0) == (8, True)
-    made.update_state_after_alloc(REQUEST, [5, 6], 8)
+    made.update_state_after_alloc(REQUEST, BLOCKS, 8)
     told = [c.called("update_state_after_alloc") for c in children]
-    assert told == [[(REQUEST, [5, 6], tokens)] for tokens in (0, 8, 0)]
+    assert told == [[(REQUEST, BLOCKS, tokens)] for tokens in (0, 8, 0)]
 
 
 def test_child_that_needs_time_makes_all_wait() -> None:
@@ -167,8 +179,8 @@ def test_child_that_needs_time_makes_all_wait() -> None:
     children[0].answers["get_num_new_matched_tokens"] = (8, True)
     children[1].answers["get_num_new_matched_tokens"] = (None, False)
     assert made.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
-    made.update_state_after_alloc(REQUEST, [5], 8)
-    assert children[0].called("update_state_after_alloc") == [(REQUEST, [5], 0)]
+    made.update_state_after_alloc(REQUEST, BLOCKS, 8)
+    assert children[0].called("update_state_after_alloc") == [(REQUEST, BLOCKS, 0)]
 
 
 def test_offer_of_an_earlier_question_is_forgotten() -> None:
@@ -178,9 +190,9 @@ def test_offer_of_an_earlier_question_is_forgotten() -> None:
     children[0].answers["get_num_new_matched_tokens"] = (0, False)
     children[1].answers["get_num_new_matched_tokens"] = (4, True)
     assert made.get_num_new_matched_tokens(REQUEST, 0) == (4, True)
-    made.update_state_after_alloc(REQUEST, [5], 4)
-    assert children[0].called("update_state_after_alloc") == [(REQUEST, [5], 0)]
-    assert children[1].called("update_state_after_alloc") == [(REQUEST, [5], 4)]
+    made.update_state_after_alloc(REQUEST, BLOCKS, 4)
+    assert children[0].called("update_state_after_alloc") == [(REQUEST, BLOCKS, 0)]
+    assert children[1].called("update_state_after_alloc") == [(REQUEST, BLOCKS, 4)]
 
 
 def test_each_child_gets_its_own_metadata_both_ways() -> None:
@@ -209,21 +221,21 @@ def test_request_that_two_children_send_is_sent_when_both_say_so() -> None:
     Fake.made.clear()
     both, workers = worker(child(), child(), child())
     both.bind_connector_metadata(meta)
-    workers[0].answers["get_finished"] = TransferResults({"r", "alone"})
-    assert both.get_finished(set()).finished_sending == {"alone"}
-    workers[0].answers["get_finished"] = TransferResults()
-    workers[1].answers["get_finished"] = TransferResults({"r"})
-    assert both.get_finished(set()).finished_sending == {"r"}
+    workers[0].answers["get_transfer_results"] = KVConnectorTransferResults({"r", "alone"})
+    assert both.get_transfer_results(set()).finished_sending == {"alone"}
+    workers[0].answers["get_transfer_results"] = KVConnectorTransferResults()
+    workers[1].answers["get_transfer_results"] = KVConnectorTransferResults({"r"})
+    assert both.get_transfer_results(set()).finished_sending == {"r"}
 
 
 def test_request_that_three_children_send_is_sent_with_the_third() -> None:
     made, workers = worker(child(), child(), child())
     made.bind_connector_metadata(MultiMetadata(("a", "b", "c"), {"r": 2}))
     for c in workers[:2]:
-        c.answers["get_finished"] = TransferResults({"r"})
-    assert made.get_finished(set()).finished_sending == set()
-    workers[1].answers["get_finished"] = TransferResults()
-    assert made.get_finished(set()).finished_sending == {"r"}
+        c.answers["get_transfer_results"] = KVConnectorTransferResults({"r"})
+    assert made.get_transfer_results(set()).finished_sending == set()
+    workers[1].answers["get_transfer_results"] = KVConnectorTransferResults()
+    assert made.get_transfer_results(set()).finished_sending == {"r"}
 
 
 def test_parameters_of_a_finished_request_are_merged_and_must_not_clash() -> None:
@@ -242,8 +254,8 @@ def test_parameters_of_a_finished_request_are_merged_and_must_not_clash() -> Non
     ("name", "answers", "expected"),
     [
         ("take_events", [["a"], [], ["b", "c"]], ["a", "b", "c"]),
-        ("has_pending_work", [False, True, False], True),
-        ("has_pending_work", [False, False, False], False),
+        ("has_pending_push_work", [False, True, False], True),
+        ("has_pending_push_work", [False, False, False], False),
         ("reset_cache", [None, True, None], True),
         ("reset_cache", [None, False, True], False),
     ],
@@ -259,15 +271,15 @@ def test_scheduler_answers_are_merged(name: str, answers: list[Any], expected: A
 @pytest.mark.parametrize(
     ("name", "answers", "expected"),
     [
-        ("get_required_kvcache_layout", [None, "HND"], "HND"),
-        ("get_required_kvcache_layout", [None, None], None),
+        ("get_mem_pool_context", [None, "pool"], "pool"),
+        ("get_handshake_metadata", [None, "hello"], "hello"),
         ("get_finished_count", [2, 2], 2),
         ("get_finished_count", [2, None], None),
         ("get_block_ids_with_load_errors", [{1, 2}, {2, 3}], {1, 2, 3}),
         ("build_connector_worker_meta", [None, None], None),
         ("build_connector_worker_meta", [None, "x"], MultiWorkerMetadata((None, "x"))),
         ("get_kv_connector_stats", [None, None], None),
-        ("get_kv_cache_events", [None, None], None),
+        ("get_kv_connector_kv_cache_events", [None, None], None),
     ],
 )
 def test_worker_answers_are_merged(name: str, answers: list[Any], expected: Any) -> None:
@@ -279,7 +291,7 @@ def test_worker_answers_are_merged(name: str, answers: list[Any], expected: Any)
 
 @pytest.mark.parametrize(
     ("name", "answers"),
-    [("get_required_kvcache_layout", ["HND", "NHD"]), ("get_finished_count", [1, 2])],
+    [("get_mem_pool_context", ["one", "another"]), ("get_finished_count", [1, 2])],
 )
 def test_children_that_cannot_agree_are_refused(name: str, answers: list[Any]) -> None:
     made, children = worker()
@@ -289,15 +301,31 @@ def test_children_that_cannot_agree_are_refused(name: str, answers: list[Any]) -
         getattr(made, name)()
 
 
+@pytest.mark.parametrize(
+    ("layouts", "expected"), [((None, "HND"), "HND"), ((None, None), None), (("HND", "NHD"), "")]
+)
+def test_layout_is_the_one_that_children_ask_for(layouts: Any, expected: str | None) -> None:
+    children = [child(kv_connector_extra_config={"layout": layout}) for layout in layouts]
+    described = ENGINE.config_with(config(*children))
+    if expected == "":
+        with pytest.raises(UsageError, match="get_required_kvcache_layout"):
+            MultiConnector.get_required_kvcache_layout(described)
+    else:
+        assert MultiConnector.get_required_kvcache_layout(described) == expected
+    assert Fake.made == [], "it is asked before there is a connector"
+
+
 def test_received_and_failed_requests_are_united() -> None:
     made, children = worker()
-    children[0].answers["get_finished"] = TransferResults(set(), {"a"}, set())
-    children[1].answers["get_finished"] = TransferResults(set(), {"b"}, {"b"})
-    assert made.get_finished({"x"}) == (set(), {"a", "b"}, {"b"})
+    children[0].answers["get_transfer_results"] = KVConnectorTransferResults(set(), {"a"}, set())
+    children[1].answers["get_transfer_results"] = KVConnectorTransferResults(set(), {"b"}, {"b"})
+    expected = KVConnectorTransferResults(set(), {"a", "b"}, {"b"})
+    assert made.get_transfer_results({"x"}) == expected
+    assert made.get_finished({"x"}) == (None, {"a", "b"})
 
 
 def test_binding_is_visible_and_ends() -> None:
-    made, _ = worker()
+    made, _ = worker(child(), child(), child())
     assert not made.has_connector_metadata()
     made.bind_connector_metadata(MULTI_META)
     assert made.has_connector_metadata()
@@ -339,9 +367,9 @@ def test_worker_metadata_is_aggregated_child_by_child() -> None:
 
 def test_event_that_two_children_saw_counts_once_a_worker() -> None:
     made, children = worker()
-    children[0].answers["get_kv_cache_events"] = WorkerEvents(["a"])
-    children[1].answers["get_kv_cache_events"] = WorkerEvents(["a", "b"])
-    assert sorted(made.get_kv_cache_events().common_events()) == ["a", "b"]
+    children[0].answers["get_kv_connector_kv_cache_events"] = WorkerEvents(["a"])
+    children[1].answers["get_kv_connector_kv_cache_events"] = WorkerEvents(["a", "b"])
+    assert sorted(made.get_kv_connector_kv_cache_events().common_events()) == ["a", "b"]
 
 
 @pytest.mark.parametrize("make", [scheduler, worker])
@@ -365,7 +393,7 @@ def test_children_have_their_own_configs_and_the_outer_engine_id() -> None:
     _, children = worker(child(kv_role="kv_producer"), child(engine_id="inner"))
     assert [c.config.engine_id for c in children] == ["outer", "inner"]
     assert [c.config.kv_role for c in children] == ["kv_producer", "kv_both"]
-    assert [c.engine for c in children] == ["engine", "engine"]
+    assert [c.engine for c in children] == [ENGINE, ENGINE]
 
 
 @pytest.mark.parametrize(
@@ -381,7 +409,7 @@ def test_children_have_their_own_configs_and_the_outer_engine_id() -> None:
 def test_list_of_children_that_cannot_work_is_refused(children: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         worker(*children) if children else KVConnectorFactory.create_connector(
-            config(), KVConnectorRole.WORKER, None
+            config(), KVConnectorRole.WORKER, ENGINE
         )
 
 

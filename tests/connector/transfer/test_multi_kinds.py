@@ -1,4 +1,4 @@
-"""MultiConnector over connectors of both kinds: this package's own, and vLLM's."""
+"""MultiConnector over this package's own connector and one of vLLM's kind."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_parts import GEOMETRY, FakePins
+from connector_parts import GEOMETRY, FakePins, FakeRequest
 
 from connector.build import EngineShape
 from connector.layout.topology import TpKVTopology
 from connector.transfer.base import KVConnectorRole
 from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorMetadata
 from connector.transfer.config import KVTransferConfig
+from connector.transfer.engine import EngineBlocks, EngineInfo, SchedulerSteps
 from connector.transfer.factory import KVConnectorFactory
-from connector.transfer.kvstore_connector import EngineInfo
-from connector.transfer.v1_sides import V1EngineInfo
-from kvstore import UsageError
 
 
 class OfVllmsKind(KVConnectorBase_V1):
@@ -27,7 +25,7 @@ class OfVllmsKind(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None: ...
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        return 0, False
+        return self._vllm_config.cache_config.block_size, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         pass
@@ -46,39 +44,38 @@ CHILDREN: dict[str, dict[str, Any]] = {
 }
 
 
-def can_be_made(*names: str) -> bool:
-    """Return whether there is an engine's description with which these are made as children."""
+def scheduler_over(*names: str, **more: Any) -> Any:
     shape = EngineShape.of_one_group(GEOMETRY, TpKVTopology.of(), {"model": "m"})
-    settings = SimpleNamespace(cache_config=SimpleNamespace(block_size=4))
     config = KVTransferConfig(
         kv_connector="MultiConnector",
         kv_role="kv_both",
         kv_connector_extra_config={"connectors": [CHILDREN[name] for name in names]},
     )
-    engines: list[Any] = [
-        EngineInfo(shape=shape, pins=FakePins(), num_blocks=8),
-        V1EngineInfo(vllm_config=settings),
-    ]
-    for engine in engines:
-        try:
-            made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, engine)
-        except (UsageError, AttributeError):
-            continue
-        made.shutdown()
-        return True
-    return False
+    engine = EngineInfo(shape=shape, pins=FakePins(), num_blocks=8, **more)
+    return KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, engine)
 
 
-@pytest.mark.parametrize("name", CHILDREN)
-def test_each_kind_is_made_by_itself(name: str) -> None:
-    assert can_be_made(name)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="a child of this package's kind wants an EngineInfo, one of vLLM's kind a V1EngineInfo: "
-    "no engine can be described to both until the two interfaces are one",
+@pytest.mark.parametrize(
+    "names", [["store"], ["vLLM's kind"], ["store", "vLLM's kind"], ["vLLM's kind", "store"]]
 )
-@pytest.mark.parametrize("names", [["store", "vLLM's kind"], ["vLLM's kind", "store"]])
-def test_both_kinds_are_made_together(names: list[str]) -> None:
-    assert can_be_made(*names)
+def test_both_kinds_are_made_and_told_of_a_step_alone_and_together(names: list[str]) -> None:
+    made = scheduler_over(*names)
+    request = FakeRequest("r", list(range(10)))
+    made.on_new_request(request)
+    offered = made.get_num_new_matched_tokens(request, 0)
+    if names[0] != "store":
+        assert offered == (GEOMETRY.engine_block_tokens, False), "of the shape"
+    made.update_state_after_alloc(request, EngineBlocks([1, 2, 3]), 0)
+    step = SchedulerSteps().next([(request, 10)], {"r": [1, 2, 3]}.get)
+    kinds = [type(part).__name__ for part in made.build_connector_meta(step).children]
+    of_kind = {"store": "StepPlan", "vLLM's kind": "KVConnectorMetadata"}
+    assert kinds == [of_kind[name] for name in names]
+    assert made.request_finished(request, [1, 2, 3]) == (False, None)
+    made.shutdown()
+
+
+def test_what_the_engine_says_of_vllms_configuration_goes_before_its_shape() -> None:
+    settings = SimpleNamespace(cache_config=SimpleNamespace(block_size=7))
+    made = scheduler_over("vLLM's kind", "store", vllm_config=settings)
+    assert made.get_num_new_matched_tokens(FakeRequest("r", [1]), 0) == (7, False)
+    made.shutdown()

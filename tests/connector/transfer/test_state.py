@@ -11,8 +11,9 @@ import pytest
 from connector_parts import PATIENCE_S
 
 from connector.transfer import state
-from connector.transfer.base import KVConnectorWorker, TransferResults
+from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorRole
 from connector.transfer.config import KVTransferConfig
+from connector.transfer.engine import EngineInfo
 from connector.transfer.state import (
     ensure_kv_transfer_initialized,
     ensure_kv_transfer_shutdown,
@@ -24,38 +25,38 @@ from connector.transfer.state import (
 from kvstore import DeadlineError, UsageError
 
 
-class Counted(KVConnectorWorker):
-    """A worker side that counts how often it is made and ended."""
+class Counted(KVConnectorBase_V1):
+    """A worker's connector that counts how often it is made and ended."""
 
     made: ClassVar[list[tuple[Any, Any]]] = []
     ended: ClassVar[int] = 0
     make_takes_s: ClassVar[float] = 0.0
     shutdown_raises: ClassVar[bool] = False
 
-    @classmethod
-    def make_scheduler(cls, config: Any, engine: Any) -> Any:
-        raise AssertionError("a process's connector is the worker's")
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        assert role is KVConnectorRole.WORKER, "a process's connector is the worker's"
+        super().__init__(vllm_config, role, kv_cache_config)
+        time.sleep(self.make_takes_s)
+        self.made.append((self._kv_transfer_config, vllm_config.engine_info))
 
-    @classmethod
-    def make_worker(cls, config: KVTransferConfig, engine: Any) -> Counted:
-        time.sleep(cls.make_takes_s)
-        cls.made.append((config, engine))
-        return cls()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        pass
 
-    def bind_connector_metadata(self, metadata: Any) -> None: ...
-    def clear_connector_metadata(self) -> None: ...
-    def has_connector_metadata(self) -> bool:
-        return False
-
-    def start_load_kv(self) -> None: ...
     def wait_for_save(self) -> None: ...
-    def get_finished(self, finished_req_ids: set[str]) -> TransferResults:
-        return TransferResults()
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any: ...
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any: ...
     def shutdown(self) -> None:
         Counted.ended += 1
         if self.shutdown_raises:
             raise RuntimeError("cannot end")
+
+
+ENGINE, OTHER = EngineInfo(rank=1), EngineInfo(rank=2)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_there_is_no_connector_before_and_after() -> None:
     assert not is_v1_kv_transfer_group()
     with pytest.raises(UsageError, match="ensure_kv_transfer_initialized"):
         get_kv_transfer_group()
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     assert has_kv_transfer_group()
     assert is_v1_kv_transfer_group()
     assert type(get_kv_transfer_group()).__name__ == "Counted"
@@ -93,28 +94,28 @@ def test_there_is_no_connector_before_and_after() -> None:
 def test_second_call_changes_nothing_and_says_when_it_wanted_something_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     first = get_kv_transfer_group()
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     assert not caplog.records
-    ensure_kv_transfer_initialized(config(kv_role="kv_consumer"), "other")
+    ensure_kv_transfer_initialized(config(kv_role="kv_consumer"), OTHER)
     assert "another config is ignored" in caplog.text
     assert get_kv_transfer_group() is first
-    assert Counted.made == [(config(), "engine")]
+    assert Counted.made == [(config(), ENGINE)]
 
 
 @pytest.mark.parametrize("wanted", [None, KVTransferConfig(), KVTransferConfig(kv_role="kv_both")])
 def test_config_without_a_connector_makes_none(wanted: KVTransferConfig | None) -> None:
-    ensure_kv_transfer_initialized(wanted, "engine")
+    ensure_kv_transfer_initialized(wanted, ENGINE)
     assert not has_kv_transfer_group()
 
 
 def test_many_threads_get_one_connector() -> None:
     Counted.make_takes_s = 0.02
-    got: list[KVConnectorWorker] = []
+    got: list[KVConnectorBase_V1] = []
 
     def start() -> None:
-        ensure_kv_transfer_initialized(config(), "engine")
+        ensure_kv_transfer_initialized(config(), ENGINE)
         got.append(get_kv_transfer_group())
 
     threads = [threading.Thread(target=start) for _ in range(8)]
@@ -129,16 +130,16 @@ def test_many_threads_get_one_connector() -> None:
 
 def test_shutdown_ends_it_once_and_a_new_one_can_be_made() -> None:
     ensure_kv_transfer_shutdown()
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     ensure_kv_transfer_shutdown()
     ensure_kv_transfer_shutdown()
     assert Counted.ended == 1
-    ensure_kv_transfer_initialized(config(), "again")
-    assert [engine for _, engine in Counted.made] == ["engine", "again"]
+    ensure_kv_transfer_initialized(config(), OTHER)
+    assert [engine for _, engine in Counted.made] == [ENGINE, OTHER]
 
 
 def test_connector_that_cannot_end_is_gone_all_the_same() -> None:
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     Counted.shutdown_raises = True
     with pytest.raises(RuntimeError, match="cannot end"):
         ensure_kv_transfer_shutdown()
@@ -147,9 +148,9 @@ def test_connector_that_cannot_end_is_gone_all_the_same() -> None:
 
 def test_connector_that_cannot_be_made_leaves_none() -> None:
     with pytest.raises(UsageError):
-        ensure_kv_transfer_initialized(config(kv_connector="Absent"), "engine")
+        ensure_kv_transfer_initialized(config(kv_connector="Absent"), ENGINE)
     assert not has_kv_transfer_group()
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     assert has_kv_transfer_group()
 
 
@@ -159,13 +160,13 @@ def test_wait_for_another_thread_has_a_deadline(monkeypatch: pytest.MonkeyPatch)
     other.start()
     other.join()
     with pytest.raises(DeadlineError):
-        ensure_kv_transfer_initialized(config(), "engine")
+        ensure_kv_transfer_initialized(config(), ENGINE)
     with pytest.raises(DeadlineError):
         ensure_kv_transfer_shutdown()
 
 
 def test_forked_process_has_no_connector_and_no_held_lock() -> None:
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     with state._group.lock:
         child = os.fork()
         if child == 0:
@@ -177,7 +178,8 @@ def test_forked_process_has_no_connector_and_no_held_lock() -> None:
 
 
 def test_anything_else_is_no_connector() -> None:
-    assert is_v1_kv_transfer_group(Counted())
+    described = ENGINE.config_with(config())
+    assert is_v1_kv_transfer_group(Counted(described, KVConnectorRole.WORKER))
     assert not is_v1_kv_transfer_group("KVStoreConnector")
 
 
@@ -209,9 +211,10 @@ def test_the_layout_that_the_kv_must_have_is_the_connectors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert get_kv_connector_cache_layout() == "NHD"
-    ensure_kv_transfer_initialized(config(), "engine")
+    ensure_kv_transfer_initialized(config(), ENGINE)
     assert get_kv_connector_cache_layout() == "NHD", "it takes any"
     ensure_kv_transfer_shutdown()
-    monkeypatch.setattr(Counted, "get_required_kvcache_layout", lambda self: "HND")
-    ensure_kv_transfer_initialized(config(), "engine")
-    assert get_kv_connector_cache_layout() == "HND"
+    layout = classmethod(lambda cls, vllm_config: f"HND of {vllm_config.engine_info.rank}")
+    monkeypatch.setattr(Counted, "get_required_kvcache_layout", layout)
+    ensure_kv_transfer_initialized(config(), ENGINE)
+    assert get_kv_connector_cache_layout() == "HND of 1"

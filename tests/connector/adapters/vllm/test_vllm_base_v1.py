@@ -17,17 +17,21 @@ from connector_parts import FakeRequest
 from vllm_model_config import ENGINE_BLOCK, HEAD_SIZE, HEADS, LAYERS, kv_cache_config
 
 from connector.transfer import base_v1
-from connector.transfer.base import KVConnectorRole, SchedulerStep
-from connector.transfer.base_v1 import KVConnectorBase_V1
+from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorRole
 from connector.transfer.config import KVTransferConfig
+from connector.transfer.engine import (
+    EngineBlocks,
+    EngineInfo,
+    SchedulerSteps,
+    forward_context,
+    request_finished,
+)
 from connector.transfer.factory import KVConnectorFactory
-from connector.transfer.v1_sides import V1EngineInfo, V1Scheduler, V1Worker
 
 pytestmark = pytest.mark.vllm
 
 PLACE = "vllm.distributed.kv_transfer.kv_connector.v1"
 IN_033 = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
-HERE = {"make_scheduler", "make_worker"}
 BLOCKS = 16
 TOKENS = 4 * ENGINE_BLOCK + 6
 TABLE = [3, 9, 4, 12, 7]
@@ -46,7 +50,7 @@ def members(kind: type) -> dict[str, Any]:
 def test_the_base_has_every_call_of_vllms_with_its_parameters() -> None:
     theirs, ours = members(base_of_vllm().KVConnectorBase_V1), members(KVConnectorBase_V1)
     assert set(theirs) - set(ours) == set()
-    assert set(ours) - set(theirs) <= HERE | IN_033
+    assert set(ours) - set(theirs) <= IN_033
     for name, member in theirs.items():
         assert type(member) is type(ours[name]) or name == "_cache_hit_source", name
         if callable(getattr(member, "__func__", member)):
@@ -187,7 +191,8 @@ class Engine:
     def __init__(self, scheduler: Any, worker: Any, seed: int) -> None:
         import torch
 
-        self.scheduler, self.worker = scheduler, worker
+        self.scheduler, self.worker, self.steps = scheduler, worker, SchedulerSteps()
+        self.ended: list[str] = []
         (group,) = kv_cache_config(BLOCKS).kv_cache_groups
         assert len(group.layer_names) == LAYERS
         generator = torch.Generator().manual_seed(seed)
@@ -198,26 +203,29 @@ class Engine:
         self.worker.register_kv_caches(self.kv)
 
     def step(self, request: Request, tokens: int) -> None:
-        step = SchedulerStep([(request, tokens)], {request.request_id: TABLE}.get)
+        tables = {request.request_id: TABLE}
+        step = self.steps.next([(request, tokens)], tables.get, finished=self.ended)
+        self.ended = []
         meta = self.scheduler.build_connector_meta(step)
         self.worker.bind_connector_metadata(meta)
         self.worker.handle_preemptions(meta)
-        self.worker.start_load_kv()
+        self.worker.start_load_kv(forward_context(self.kv))
         for name, layer in self.kv.items():
             self.worker.wait_for_layer_load(name)
-            self.worker.save_kv_layer(name, layer)
+            self.worker.save_kv_layer(name, layer, None)
         self.worker.wait_for_save()
-        assert self.worker.get_finished(set()).finished_recving == set()
+        assert self.worker.get_transfer_results(set()).finished_recving == set()
         self.worker.clear_connector_metadata()
 
     def run(self, request: Request) -> tuple[int | None, bool]:
         """One prompt from the look-up to the end; what the connector offered for it."""
         self.scheduler.on_new_request(request)
         offered, between = self.scheduler.get_num_new_matched_tokens(request, 0)
-        self.scheduler.update_state_after_alloc(request, TABLE, offered or 0)
+        self.scheduler.update_state_after_alloc(request, EngineBlocks(TABLE), offered or 0)
         request.num_computed_tokens = offered or 0
         self.step(request, request.num_tokens - request.num_computed_tokens)
-        assert self.scheduler.request_finished(request, TABLE) == (False, None)
+        assert request_finished(self.scheduler, request, (TABLE,)) == (False, None)
+        self.ended.append(request.request_id)
         return offered, between
 
     def slots(self) -> Any:
@@ -241,7 +249,7 @@ def engines(
         kv_connector_module_path=module and module.__name__,
         kv_connector_extra_config=extra,
     )
-    info = V1EngineInfo(vllm_config=vllm_config, kv_cache_config=kv_cache_config(BLOCKS))
+    info = EngineInfo(vllm_config=vllm_config, kv_cache_config=kv_cache_config(BLOCKS))
 
     def make(seed: int) -> Engine:
         if module is not None:
@@ -253,9 +261,9 @@ def engines(
         of_vllm = [
             kind(config_of_it, role, groups)
             for role in theirs
-            for config_of_it, _, groups in [info.arguments(config, KVConnectorRole.WORKER)]
+            for config_of_it, groups in [(info.config_with(config), info.kv_cache_config)]
         ]
-        return Engine(V1Scheduler(of_vllm[0]), V1Worker(of_vllm[1]), seed)
+        return Engine(*of_vllm, seed)
 
     return make
 
@@ -319,16 +327,14 @@ def test_the_stand_ins_have_names_of_vllms_objects() -> None:
     """A name that vLLM does not have would be read by nobody."""
     from vllm.v1.core.sched import output
 
-    said: list[Any] = []
-    connector = SimpleNamespace(build_connector_meta=said.append)
-    scheduler = V1Scheduler(connector)
-    request = Request("r", list(range(TOKENS)))
-    for _ in range(2):
-        scheduler.build_connector_meta(SchedulerStep([(request, 3)], {"r": TABLE}.get))
+    steps, request = SchedulerSteps(), Request("r", list(range(TOKENS)))
+    said = [steps.next([(request, 3)], {"r": TABLE}.get) for _ in range(2)]
     new, cached = said[0].scheduled_new_reqs[0], said[1].scheduled_cached_reqs
+    state = said[0].kv_connector_block_state
     for ours, theirs in (
-        (vars(said[0]), output.SchedulerOutput),
+        (vars(said[0]).keys() - {"scheduled"}, output.SchedulerOutput),
         (vars(new), output.NewRequestData),
-        ({f.name for f in dataclasses.fields(cached)}, output.CachedRequestData),
+        (vars(cached), output.CachedRequestData),
+        (vars(state), output.KVConnectorBlockState),
     ):
-        assert set(ours) <= {f.name for f in dataclasses.fields(theirs)}, theirs
+        assert set(ours) <= {*vars(theirs), *(f.name for f in dataclasses.fields(theirs))}, theirs

@@ -12,17 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.transfer import multi
-from connector.transfer.base import TransferResults
+from connector.transfer.base_v1 import KVConnectorTransferResults
 
 pytestmark = pytest.mark.vllm
 
 
-RENAMED = {"get_transfer_results": "get_finished", "has_pending_push_work": "has_pending_work"}
-"""Calls of vLLM's that have another name here."""
-
-
 class Child:
-    """Answers and records the calls of either package, by our names."""
+    """Answers and records the calls of either package."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
@@ -31,7 +27,6 @@ class Child:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        name = RENAMED.get(name, name)
 
         def call(*args: Any) -> Any:
             self.calls.append((name, copy.deepcopy(args)))
@@ -48,6 +43,15 @@ def theirs_over(kids: list[Child]) -> Any:
     made._requests_to_connector = {}
     made._extra_async_saves = {}
     made._connector_metadata = None
+    return made
+
+
+def ours_over(kids: list[Child]) -> Any:
+    made = object.__new__(multi.MultiConnector)
+    made.children = kids  # type: ignore[assignment]
+    made._loading, made._extra_saves, made._connector_metadata = {}, {}, None
+    # Statistics go under the connector's name here, under its class's in vLLM.
+    made._names = ["Child"] * len(kids)
     return made
 
 
@@ -75,13 +79,12 @@ scheduler_ops = st.one_of(
 def drive_scheduler(made: Any, kids: list[Child], op: tuple[str, Any, list[Any]]) -> Any:
     what, name, answers = op
     request = SimpleNamespace(request_id=name)
-    pending = "has_pending_push_work" if hasattr(made, "has_pending_push_work") else None
     call = {
         "match": "get_num_new_matched_tokens",
         "end": "request_finished",
         "meta": "build_connector_meta",
         "events": "take_events",
-        "pending": "has_pending_work",
+        "pending": "has_pending_push_work",
         "reset": "reset_cache",
     }[what]
     for kid, answer in zip(kids, answers, strict=True):
@@ -101,8 +104,6 @@ def drive_scheduler(made: Any, kids: list[Child], op: tuple[str, Any, list[Any]]
         extra = meta.extra_saves if hasattr(meta, "extra_saves") else meta.extra_async_saves
         parts = meta.children if hasattr(meta, "children") else meta.metadata
         return parts, extra or {}
-    if what == "pending":
-        return getattr(made, pending or "has_pending_work")()
     answer = getattr(made, call)()
     return list(answer) if what == "events" else answer
 
@@ -112,7 +113,7 @@ def drive_scheduler(made: Any, kids: list[Child], op: tuple[str, Any, list[Any]]
 def test_scheduler_side_of_multi_connector_does_what_vllms_does(ops: list[Any]) -> None:
     ours_kids = [Child() for _ in range(CHILDREN)]
     theirs_kids = [Child() for _ in range(CHILDREN)]
-    ours: Any = multi._MultiScheduler(ours_kids, ["Child"] * CHILDREN)  # type: ignore[arg-type]
+    ours = ours_over(ours_kids)
     theirs = theirs_over(theirs_kids)
     for op in ops:
         us, them = drive_scheduler(ours, ours_kids, op), drive_scheduler(theirs, theirs_kids, op)
@@ -141,12 +142,12 @@ worker_ops = st.one_of(
 
 
 def drive_worker(made: Any, kids: list[Child], op: tuple[str, Any]) -> Any:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
         MultiKVConnectorMetadata,
     )
 
-    is_ours = isinstance(made, multi._MultiWorker)
+    is_ours = isinstance(made, multi.MultiConnector)
     what, values = op
     if what == "bind":
         parts = tuple(range(CHILDREN))
@@ -161,7 +162,7 @@ def drive_worker(made: Any, kids: list[Child], op: tuple[str, Any]) -> Any:
         made.clear_connector_metadata()
         return bound, made.has_connector_metadata()
     call = {
-        "finished": "get_finished",
+        "finished": "get_transfer_results",
         "errors": "get_block_ids_with_load_errors",
         "count": "get_finished_count",
         "meta": "build_connector_worker_meta",
@@ -169,12 +170,14 @@ def drive_worker(made: Any, kids: list[Child], op: tuple[str, Any]) -> Any:
     }[what]
     for kid, value in zip(kids, copy.deepcopy(values), strict=True):
         if what == "finished":
-            value = (TransferResults if is_ours else KVConnectorTransferResults)(*value)
+            value = (KVConnectorTransferResults if is_ours else base.KVConnectorTransferResults)(
+                *value
+            )
         elif what == "stats" and value is not None:
             value = Sum(value)
         kid.answers[call] = value
     if what == "finished":
-        got = made.get_finished({"x"}) if is_ours else made.get_transfer_results({"x"})
+        got = made.get_transfer_results({"x"})
         return got.finished_sending, got.finished_recving, got.failed_recving
     answer = outcome(getattr(made, call))
     if answer is None or answer == "refused":
@@ -191,8 +194,7 @@ def drive_worker(made: Any, kids: list[Child], op: tuple[str, Any]) -> Any:
 def test_worker_side_of_multi_connector_does_what_vllms_does(ops: list[Any]) -> None:
     ours_kids = [Child() for _ in range(CHILDREN)]
     theirs_kids = [Child() for _ in range(CHILDREN)]
-    # Statistics go under the connector's name here, under its class's in vLLM.
-    ours: Any = multi._MultiWorker(ours_kids, ["Child"] * CHILDREN)  # type: ignore[arg-type]
+    ours = ours_over(ours_kids)
     theirs = theirs_over(theirs_kids)
     for op in ops:
         assert drive_worker(ours, ours_kids, op) == drive_worker(theirs, theirs_kids, op), op
@@ -200,20 +202,21 @@ def test_worker_side_of_multi_connector_does_what_vllms_does(ops: list[Any]) -> 
 
 
 @pytest.mark.parametrize("layouts", [(None, None), ("HND", None), ("HND", "HND"), ("NHD", "HND")])
-def test_layouts_agree_or_are_refused_as_in_vllm(layouts: Any) -> None:
+def test_layouts_agree_or_are_refused_as_in_vllm(
+    layouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     kids = [Child() for _ in layouts]
     for kid, layout in zip(kids, layouts, strict=True):
         kid.answers["get_required_kvcache_layout"] = layout
-    ours: Any = multi._MultiWorker(kids, ["Child"] * len(kids))  # type: ignore[arg-type]
 
     class Theirs(MultiConnector):  # type: ignore[misc]
         @classmethod
         def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
             return [(kid, None) for kid in kids]
 
-    them = outcome(
-        lambda: Theirs.get_required_kvcache_layout(SimpleNamespace(kv_transfer_config=1))
-    )
-    assert outcome(ours.get_required_kvcache_layout) == them
+    said = SimpleNamespace(kv_transfer_config=1)
+    them = outcome(lambda: Theirs.get_required_kvcache_layout(said))
+    monkeypatch.setattr(multi, "_kinds", lambda vllm_config: [(kid, None) for kid in kids])
+    assert outcome(lambda: multi.MultiConnector.get_required_kvcache_layout(said)) == them

@@ -170,12 +170,8 @@ def test_hash_of_no_config_depends_on_its_fields_in_either() -> None:
 # KVConnectorFactory
 
 SOURCE = """
-class {name}:
-    def __init__(self, vllm_config, role, kv_cache_config): ...
-    @classmethod
-    def make_scheduler(cls, config, engine): ...
-    @classmethod
-    def make_worker(cls, config, engine): ...
+from connector import KVConnectorBase_V1
+class {name}(KVConnectorBase_V1): ...
 """
 
 
