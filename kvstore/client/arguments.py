@@ -139,8 +139,9 @@ def session_settings(
     transports: object,
     security: object,
     waits_first: object = False,
+    **_: object,
 ) -> None:
-    """What `BlockSession` takes; contacts nobody."""
+    """What `BlockSession` takes; contacts nobody. Others of its settings are not looked at."""
     flag("waits_first", waits_first)
     if url is not None:
         text("url", url, secret=True)
@@ -173,7 +174,7 @@ def client_settings(
     salt: object,
     **session: object,
 ) -> None:
-    """What `Client` takes; contacts nobody. What goes to its `session` is looked at if given."""
+    """What `Client` takes, what goes to its `session` included; contacts nobody."""
     is_a("namespace", namespace, (str, Namespace), "must be a name or a kvstore.Namespace")
     if isinstance(namespace, str):
         text("namespace", namespace)
@@ -181,5 +182,4 @@ def client_settings(
         raise UsageError("salt", "(given)", "give it to the Namespace")
     whole("block_tokens", block_tokens, 1, BLOCK_TOKENS_MAX)
     whole("node_size_bytes", node_size_bytes, SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX)
-    if session:
-        session_settings(node_size_bytes=node_size_bytes, **session)
+    session_settings(node_size_bytes=node_size_bytes, **session)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar, overload
 
 from kvstore.client import arguments
 from kvstore.client.base import ResetResult
@@ -15,20 +16,30 @@ from kvstore.client.client import A, Client, K, Names, Pairs, Several
 from kvstore.client.health import Health
 from kvstore.client.missing.explanation import Explanation
 from kvstore.client.pinned import NotPinned, Pinned, TokenMatch
-from kvstore.client.session import Verify
 from kvstore.client.values.put_pipeline import unless
 from kvstore.errors import PeerError, UsageError
-from kvstore.keys import Namespace
-from kvstore.limits import RESET_TIMEOUT_S, Limits
+from kvstore.limits import RESET_TIMEOUT_S
 from kvstore.system.threads import DaemonThreads
-from kvstore.transport.stream.security import StreamSecurity
-from kvstore.types import Array, PutResult, Retained, StrPath, Tokens, Value, ValueLike
+from kvstore.types import Array, PutResult, Retained, Tokens, Value, ValueLike
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 THREADS = 4
 R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def _settings_of(
+    client: Callable[Concatenate[Client, P], None],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[AsyncClient, P], None]]:
+    """Give a constructor the signature of the client's, for readers and for type checkers."""
+
+    def signed(init: Callable[..., None]) -> Callable[..., None]:
+        init.__signature__ = inspect.signature(client)  # type: ignore[attr-defined]
+        return init
+
+    return signed
 
 
 class AsyncClient(arguments.Uncopied):
@@ -43,29 +54,14 @@ class AsyncClient(arguments.Uncopied):
     interpreter ends runs in the caller's.
     """
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        namespace: str | Namespace = "default",
-        key_prefix: str = "kv:default",
-        node: str | None = None,
-        node_size_bytes: int = 512 << 20,
-        block_tokens: int = 256,
-        run_dir: StrPath | None = None,
-        verify: Verify = "never",
-        signing_key: str | bytes | None = None,
-        salt: str | bytes | None = None,
-        limits: Limits | None = None,
-        transports: Sequence[str] | None = None,
-        security: StreamSecurity | None = None,
-    ) -> None:
+    @_settings_of(Client.__init__)
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Takes what `Client` takes, and contacts nobody: the first call, or the `async with`,
         opens it. Raises `UsageError` for a setting that is none."""
-        settings: dict[str, Any] = dict(locals())
-        del settings["self"], settings["signing_key"]
-        arguments.client_settings(**settings)
-        self._open: Callable[[], Client] = lambda: Client(**settings, signing_key=signing_key)
+        given = inspect.signature(AsyncClient).bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments.client_settings(**given.arguments)
+        self._open: Callable[[], Client] = lambda: Client(*given.args, **given.kwargs)
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False

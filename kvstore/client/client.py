@@ -124,12 +124,7 @@ class Client(arguments.Uncopied):
           KVSTORE_SECRET and KVSTORE_TLS_CA, _CERT and _KEY.
         """
         # Longer than other functions: all that a user may set is said in it.
-        arguments.client_settings(
-            namespace=namespace,
-            block_tokens=block_tokens,
-            node_size_bytes=node_size_bytes,
-            salt=salt,
-        )
+        arguments.client_settings(**locals())
         if isinstance(namespace, str):
             namespace = Namespace.named(namespace, salt=tenant_salt(salt))
         self.namespace = namespace

@@ -150,18 +150,7 @@ class BlockSession(Uncopied):
         machine: Machine = REAL,
     ) -> None:
         # Longer than other functions: it makes the parts, each from those before it.
-        arguments.session_settings(
-            url=url,
-            key_prefix=key_prefix,
-            node=node,
-            node_size_bytes=node_size_bytes,
-            run_dir=run_dir,
-            verify=verify,
-            limits=limits,
-            transports=transports,
-            security=security,
-            waits_first=waits_first,
-        )
+        arguments.session_settings(**locals())
         self.machine = machine
         self._now = machine.monotonic
         key = secret(SIGNING_KEY, signing_key)
