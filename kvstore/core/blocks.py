@@ -30,7 +30,6 @@ from kvstore.core.memory.slots import Slot, SlotEvent, SlotState, move_each, par
 from kvstore.core.outgoing.changes import Changes
 from kvstore.core.outgoing.departures import Departures, GoneWhy
 from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
-from kvstore.core.user_keys import Names
 from kvstore.keys import ttl_of
 from kvstore.limits import SLOT_BYTES_MIN, VALUE_BYTES_MAX, Limits
 from kvstore.record import PACK_EACH, BlockParts, RecordSigner, node_start, pack_place
@@ -83,7 +82,8 @@ class Blocks:
             size_bytes, limits.retained_percent, limits.retained_tenant_percent
         )
         self.bounded = Bounded()
-        self.names = Names(limits.names)
+        self.names: dict[Key, bytes] = {}
+        """What users call the keys of values that are there, as far as clients have told."""
         self._may_move = 0
         """What of `MOVED_BYTES_MAX`, in granules, is left for the request at hand."""
         self._moves_help = False
@@ -267,7 +267,7 @@ class Blocks:
         for slot in slots:
             if self.by_key.get(slot.key) is slot:
                 del self.by_key[slot.key]
-                self.names.forget(slot.key)
+                self.names.pop(slot.key, None)
 
     def _free(self, slots: Sequence[Slot], event: SlotEvent, writes: list[Write]) -> None:
         """Take SEALED slots out: readers miss from here on, the index hears of it."""

@@ -319,7 +319,9 @@ class NodeCore(Reservations):
     def _named(self, event: Named, effects: Effects, now: float) -> None:
         for key, name in zip(event.keys, event.names, strict=True):
             if key in self.by_key:
-                self.names.told(key, name)
+                self.names[key] = name
+                if len(self.names) > self.limits.names:
+                    del self.names[next(iter(self.names))]
 
     def _introduce(self, event: Introduce, effects: Effects, now: float) -> None:
         self.namespaces.told(event.namespace)

@@ -88,7 +88,7 @@ def listing(core: NodeCore, after: bytes, at_most: int, now: float) -> list[Bloc
             Kind(slot.kind),
             max(now - slot.reserved_at, 0.0) if slot.reserved_at else None,
             max(now - slot.used_at, 0.0) if slot.used_at else None,
-            core.names.get(slot.key),
+            core.names.get(slot.key, b""),
         )
         for slot in slots
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvstore.core.events import Commit, Drop, Listing, Named, Pin, Reserve, Touch
 from kvstore.core.node import NodeCore
-from kvstore.core.user_keys import Names
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 
@@ -54,7 +53,9 @@ def test_names_of_what_is_not_there_or_has_gone_are_not_kept() -> None:
 
 
 def test_no_more_names_are_kept_than_the_limit_says_the_first_told_go_first() -> None:
-    names = Names(2)
+    node = core(names=2)
     for key in KEYS[:3]:
-        names.told(key, key[:4])
-    assert [names.get(key) for key in KEYS[:3]] == [b"", KEYS[1][:4], KEYS[2][:4]]
+        put(node, key, 1.0)
+        node.handle(Named(1, [key], [key[:4]]), 1.0)
+    named = {key: row[3] for key, row in rows(node, 2.0).items()}
+    assert [named[key] for key in KEYS[:3]] == [b"", KEYS[1][:4], KEYS[2][:4]]
