@@ -114,8 +114,6 @@ new one the oldest of the address with most of them is closed."""
 STREAM_RESERVED_SHARE: Count = 4
 """One client host may have reserved one in so many bytes of a node by saves under way; whoever
 wants more waits for its own."""
-SILENCED_MAX = 256
-"""Nodes of other hosts that clients of one host tell each other of as silent."""
 STREAM_CONNECTIONS_MAX: Threads = 256
 """Connections that a node serves at the same time; each has a thread."""
 TOLD_MAX: Count = 1024

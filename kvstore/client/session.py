@@ -64,7 +64,6 @@ from kvstore.client.missing.readability import Reach, Readability
 from kvstore.client.reader import AnyPlace, Place, Reader, UnmappedPlace
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.remote.reader import NIXL_TO_VRAM, RemoteNodes
-from kvstore.client.remote.silenced import Silenced
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_everywhere import reset_everywhere
 from kvstore.client.values.dropping import drop_everywhere
@@ -188,7 +187,6 @@ class BlockSession(Uncopied):
             self.limits.stream_timeout_s,
             self._vram_nodes(key_prefix, device, sees_vram),
             signer,
-            Silenced(self.run_dir),
             nixl_device=nixl_device,
             machine=machine,
         )

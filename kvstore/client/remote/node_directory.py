@@ -44,7 +44,6 @@ class KnownNode:
     __slots__ = (
         "announced",
         "announcement",
-        "answered_at",
         "believed_until",
         "breaker",
         "confirmed_at",
@@ -71,8 +70,6 @@ class KnownNode:
         """When the announcement was another one than before."""
         self.sent_bytes = 0
         """Since then."""
-        self.answered_at = 0.0
-        """Here, by `time.monotonic`: others' word of before does not count."""
         self.looked_at = float("-inf")
         """When its idle connections were looked at."""
         # One failure costs a whole deadline: the next calls must not.

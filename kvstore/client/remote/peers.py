@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.missing.explanation import MissReason, Unreadable
 from kvstore.client.remote.node_directory import KnownNode, NodeDirectory
-from kvstore.client.remote.silenced import Silenced
 from kvstore.client.vram.nodes import VramNodes
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
@@ -71,17 +70,14 @@ class Peers:
         timeout_s: float,
         vram: VramNodes | None = None,
         signer: RecordSigner | None = None,
-        silenced: Silenced | None = None,
         *,
         nixl_device: CudaDevice | None = None,
         machine: Machine = REAL,
     ) -> None:
         """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
-        `signer` only nodes count whose announcement it signed; by `silenced` the clients of this
-        host tell each other who is silent. What NIXL reads may arrive in memory of `nixl_device`,
-        where that is wanted."""
+        `signer` only nodes count whose announcement it signed. What NIXL reads may arrive in memory
+        of `nixl_device`, where that is wanted."""
         self.vram = vram
-        self._silenced = silenced
         self._allowed = allowed
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
@@ -100,8 +96,8 @@ class Peers:
     def node(self, node_id: int, epoch: int, now: float) -> Announcement | None:
         """That start of that node when it can be read from here now; asks the index now and then.
 
-        One that failed, here or at another client of this host, or that has hung up and does not
-        answer, is not there until it has answered again: it is tried beside this.
+        One that failed, or that has hung up and does not answer, is not there until it has
+        answered again: it is tried beside this.
         """
         if (
             self.vram is not None
@@ -114,9 +110,6 @@ class Peers:
         announcement = known.announcement
         if announcement is None or announcement.epoch != epoch:
             return None
-        silenced = self._silenced
-        if silenced is not None and now >= silenced.listen_at:
-            self._listen(silenced, now)
         if known.breaker.state is not BreakerState.CLOSED:
             if now >= known.breaker.probe_at:
                 self.try_again([announcement], loop=False)
@@ -134,16 +127,6 @@ class Peers:
     @property
     def _reaches_others(self) -> bool:
         return STREAM in self._allowed or self._nixl is not None
-
-    def _listen(self, silenced: Silenced, now: float) -> None:
-        """Leave alone for a while whom another client of this host has found silent."""
-        for node_id, epoch, said_at in silenced.heard(now):
-            known = self.directory.get(node_id)
-            if known is None or known.announcement is None or known.announcement.epoch != epoch:
-                continue
-            with self._lock:
-                if said_at > known.answered_at and known.breaker.state is BreakerState.CLOSED:
-                    known.breaker.failed(now, hung=True)
 
     def _offered(self, announcement: Announcement) -> list[str]:
         """Transports by which it can be reached, if one of them is allowed."""
@@ -229,27 +212,13 @@ class Peers:
 
     def _answered(self, known: KnownNode) -> None:
         """A thread of it answered, as it does reads. The caller holds the lock."""
-        was = known.breaker.state
-        if known.breaker.failures or was is not BreakerState.CLOSED:
+        if known.breaker.failures or known.breaker.state is not BreakerState.CLOSED:
             known.breaker.succeeded()
-        known.answered_at = time.monotonic()
-        announcement = known.announcement
-        if (
-            was is not BreakerState.CLOSED
-            and announcement is not None
-            and self._silenced is not None
-        ):
-            self._silenced.unsay(announcement.node_id, announcement.epoch)
 
     def _broke(self, known: KnownNode, *, hung: bool) -> None:
         """It did not. The caller holds the lock."""
         known.breaker.failed(time.monotonic(), hung=hung)
         known.believed_until = float("-inf")
-        word = known.announcement
-        if known.breaker.state is not BreakerState.OPEN or not word or self._silenced is None:
-            return
-        if word not in self.stream.refusals:  # else it is not silent, and others it may serve
-            self._silenced.say(word.node_id, word.epoch)
 
     # --- asking its event loop: saves, questions ----------------------------------
 
@@ -376,8 +345,6 @@ class Peers:
         self._asking = 0
 
     def close(self) -> None:
-        with self._lock:
-            self._silenced = None  # whoever still waits for an answer writes nothing any more
         self._threads.close()
         if self._nixl is not None:
             self._nixl.close()

@@ -26,7 +26,7 @@ JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
 READ_PATH = (
     *("session", "reader", "locator", "block_lookup", "pins", "pinned", "local/nodes"),
-    *("remote/fetch", "remote/reader", "remote/silenced", "values/getting", "values/out"),
+    *("remote/fetch", "remote/reader", "values/getting", "values/out"),
 )
 READ_TESTS = tuple(
     f"tests/client/{name}.py"
