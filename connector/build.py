@@ -47,13 +47,11 @@ def open_store(
     *,
     sees_vram: Callable[[int, int], bool] | None = None,
     nixl_device: CudaDevice | None = None,
-    patient: bool = False,
 ) -> BlockSession:
     """Return the store these settings name. Raises `UsageError` for bad settings; contacts nobody
     yet.
 
-    The rest are those of `BlockSession`, `patient` true for callers that save on a thread of
-    their own.
+    The rest are those of `BlockSession`.
     """
     return BlockSession(
         config.url,
@@ -66,7 +64,6 @@ def open_store(
         device=device,
         sees_vram=sees_vram,
         nixl_device=nixl_device,
-        patient=patient,
     )
 
 
@@ -86,17 +83,16 @@ def open_in_vram(
     if ordinal is None or not (config.vram or arrive):
         if arrive:
             log.warning("nixl_destination is vram, and this engine's KV is not on a CUDA device")
-        return open_store(config, patient=True)
+        return open_store(config)
     try:
         device = cuda_device(ordinal)
     except DeviceError as e:
         log.warning("blocks are neither kept in VRAM nor read there: %s", e)
-        return open_store(config, patient=True)
+        return open_store(config)
     store = open_store(
         config,
         device if config.vram else None,
         nixl_device=device if arrive else None,
-        patient=True,
     )
     size_bytes = config.vram_size_bytes if config.vram and saves else 0
     return VramStore(store, device, size_bytes, holding=holding)

@@ -250,9 +250,6 @@ NODE_BELIEVED_S = 1.0
 FIRST_NODE_WAIT_S: Seconds = 5.0
 """How long the first save of a client that may start a node waits for an index that does not
 say whether the node there, which names its index otherwise, is one of its own."""
-FIRST_ANSWER_WAIT_S: Seconds = 20.0
-"""How long a client waits for the first answer of a node that gets no processor, beyond
-`request_timeout_s`: one that is stopped, or hangs, is given up at the deadline."""
 FIRST_QUESTION_WAIT_S: Seconds = 1.0
 """How long the first save of a client that starts no node, and so has Redis running already,
 waits for that index."""
@@ -318,8 +315,7 @@ class Limits:
     publish_timeout_s: Seconds = 0.5
     """How long the node may wait for Redis when it publishes; its clients wait for it."""
     request_timeout_s: Seconds = 2.0
-    """How long a client waits for a node's answer; for its first, up to `FIRST_ANSWER_WAIT_S`
-    while the node gets no processor."""
+    """How long a client waits for a node's answer."""
     stream_timeout_s: Seconds = 1.0
     """How long a client waits for one batch from or to a node on another host, besides
     the time that its bytes take at `STREAM_SLOW_BYTES_PER_S`."""

@@ -122,9 +122,7 @@ class BlockSession(Uncopied):
     of this host keep in VRAM are read too. `sees_vram` is for a process without one that
     looks up for others that have: it says of a node's id and epoch whether they can read
     its VRAM (`open_vram`). With a `nixl_device`, what comes from other hosts by RDMA may
-    arrive in memory of that device (`views_on_device`). `patient` is for calls from threads
-    that may wait: the answer of a node of this host that gets no processor is waited for
-    beyond `request_timeout_s`, up to `FIRST_ANSWER_WAIT_S`. With `waits_first` the first call that
+    arrive in memory of that device (`views_on_device`). With `waits_first` the first call that
     needs the index may take `PATIENT_TIMEOUT_S`; without, another thread makes the first contact.
     """
 
@@ -144,7 +142,6 @@ class BlockSession(Uncopied):
         device: CudaDevice | None = None,
         sees_vram: Callable[[int, int], bool] | None = None,
         nixl_device: CudaDevice | None = None,
-        patient: bool = False,
         waits_first: bool = False,
         machine: Machine = REAL,
     ) -> None:
@@ -212,7 +209,6 @@ class BlockSession(Uncopied):
             timeout_s=self.limits.request_timeout_s,
             checksums=verify == "always",
             start_node=self._node_starter(key_prefix, node, node_size_bytes, key),
-            patient=patient,
         )
         self.value_names = ValueNames(self.writer)
         self.remote_writer = RemoteWriter(

@@ -10,7 +10,6 @@ under one lock.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,6 @@ import msgpack
 from kvstore.circuit_breaker import Breaker, BreakerState
 from kvstore.client.local import deadlines
 from kvstore.client.local.lease import Lease, fresh_id, lease_at
-from kvstore.client.local.starved import processor_wanted_s
 from kvstore.errors import (
     DeadlineError,
     InternalError,
@@ -29,7 +27,6 @@ from kvstore.errors import (
     PeerError,
     UsageError,
 )
-from kvstore.limits import FIRST_ANSWER_WAIT_S
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
@@ -58,16 +55,6 @@ caller with half a second each time would wait for a stopped node each time."""
 READ_ON_S = 0.1
 """For what has come already when a caller is late itself; a node that sends without end, and not
 what was asked for, gets no more of a caller's time."""
-
-NEVER = float("-inf")
-STARVED_STEP = 0.25
-"""Of the deadline: how often a node that is late with its first answer is looked at."""
-LOOKS_AHEAD = 2
-"""How often it is looked at before the deadline: one that is stopped then costs no more than it."""
-ALONE_SHARE = 0.9
-"""Who is left so much of a deadline is the only node that is asked."""
-STARVED_SHARE = 0.1
-"""A node that has run, or stood in line for a processor, for so much of that time is starved."""
 
 Held = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int, int]]]
 """(slot, generation) reserved and (slot, generation, times) pinned by this client right now."""
@@ -118,12 +105,9 @@ class ControlChannel:
         timeout_s: float,
         held: Callable[[], Held],
         *,
-        patient: bool = False,
         machine: Machine = REAL,
     ) -> None:
-        """`node` is the (node id, epoch) to talk to: a restarted node is another one. With
-        `patient`, not only the first answer of a starved node is waited for beyond the
-        deadline, but every one."""
+        """`node` is the (node id, epoch) to talk to: a restarted node is another one."""
         self.directory = directory
         self._machine = machine
         self._now = machine.monotonic
@@ -149,13 +133,7 @@ class ControlChannel:
         )
         """Of requests, and of what is said in passing: a node that has no processor for a moment
         is late for that, and no reason to reject a put."""
-        self._patient_until = self._now() + max(FIRST_ANSWER_WAIT_S, timeout_s)
-        """Until the first answer, or failure, a starved node is waited for beyond the deadline:
-        a client that begins loses more by giving up. `-inf` from then on."""
-        self._patient = patient
         self._last_failure = ""
-        self._wanted_s: float | None = None
-        self._seen_idle = False
         in_each_child(self)
 
     @property
@@ -201,14 +179,9 @@ class ControlChannel:
                 why = f": {self._last_failure}" if self._last_failure else ""
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately{why}")
             probes = breaker.state is BreakerState.HALF_OPEN
-            if self._patient and not probes:
-                self._patient_until = now + max(FIRST_ANSWER_WAIT_S, timeout_s)
             try:
                 soon = now + PROBE_TIMEOUT_S if probes else give_up_at
-                patient = not probes and self._has_all_the_time(now)
-                self._connect(min(give_up_at, soon, deadlines.call.connected_by), patient=patient)
-                if patient and self._now() > give_up_at:  # it was starved
-                    give_up_at = self._now() + timeout_s
+                self._connect(min(give_up_at, soon, deadlines.call.connected_by))
                 if before is not None:
                     before()
                 hurried = give_up_at - self._now() < least_s
@@ -236,8 +209,6 @@ class ControlChannel:
                 self._acquire(ticket.give_up_at)
                 try:
                     self._receive(ticket)
-                    if not self._patient:
-                        self._patient_until = NEVER
                     answered = ticket.error is None or isinstance(ticket.error, InternalError)
                     if answered and (
                         self._breaker.failures or self._breaker.state is not BreakerState.CLOSED
@@ -269,10 +240,7 @@ class ControlChannel:
         try:
             if self._lock.acquire(blocking=False):
                 return
-            until = give_up_at
-            if self._has_all_the_time(self._now()):
-                until = max(until, self._patient_until)
-            if self._lock.acquire(timeout=max(until - self._now(), 0.0)):
+            if self._lock.acquire(timeout=max(give_up_at - self._now(), 0.0)):
                 return
         except BaseException:
             self._out_of_step = True
@@ -285,35 +253,8 @@ class ControlChannel:
         self._out_of_step = True
         return DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
 
-    def _has_all_the_time(self, now: float) -> bool:
-        """Return whether a starved node is waited for now: not when others are to be asked as
-        well."""
-        if self._patient_until == NEVER or deadlines.call.give_up_at != math.inf:
-            return False
-        return deadlines.call.connected_by - now > self._timeout_s * ALONE_SHARE
-
-    def _step_s(self) -> float:
-        """Return how often a node that is late with its first answer is looked at; infinity for one
-        that is not waited for beyond its deadline."""
-        if self._now() >= self._patient_until or deadlines.call.give_up_at != math.inf:
-            return math.inf
-        return min(self._timeout_s, deadlines.call.each_s) * STARVED_STEP
-
-    def _is_starved(self, connection: socket.socket, step_s: float) -> bool:
-        """Return whether the node is worth waiting for beyond its deadline: as long as it runs or
-        stands in line for a processor."""
-        wanted_s, before_s = processor_wanted_s(connection), self._wanted_s
-        if wanted_s is None:
-            return False
-        idle = before_s is not None and wanted_s - before_s < step_s * STARVED_SHARE
-        # Twice: what it waited for, an index, say, would have let it go on.
-        hangs = idle and self._seen_idle
-        self._wanted_s, self._seen_idle = wanted_s, idle
-        return not hangs
-
     def _failed(self, error: Exception, hurried: bool) -> None:
         """Raises what a handler of signals raised, if that is all there is to `error`."""
-        self._patient_until = NEVER
         self._disconnect()
         let_through(error)
         closed = self._breaker.state is BreakerState.CLOSED
@@ -429,7 +370,7 @@ class ControlChannel:
         self._last_request += 1
         return self._last_request
 
-    def _connect(self, give_up_at: float, *, patient: bool = False) -> None:
+    def _connect(self, give_up_at: float) -> None:
         if self._pid != os.getpid():
             raise UsageError(
                 "client", self._pid, "was made before a fork: make one in each process"
@@ -456,7 +397,7 @@ class ControlChannel:
         reserved, pinned = self._held()
         hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._client_id]
         ticket = self._send([*hello, list(reserved), list(pinned)], give_up_at, as_it_is)
-        self._receive(ticket, patient=patient)
+        self._receive(ticket)
         if isinstance(ticket.error, UsageError):
             raise NodeUnavailableError(f"node {self.directory.name}: {ticket.error}")
         if ticket.answer != self._node:
@@ -508,37 +449,21 @@ class ControlChannel:
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
         return ticket
 
-    def _receive(self, ticket: Ticket, *, patient: bool = True) -> None:
+    def _receive(self, ticket: Ticket) -> None:
         """Read answers, whosoever they are, until that of `ticket` is there."""
         connection = self._socket
-        step_s = self._step_s() if patient else math.inf
-        looks = min((ticket.give_up_at - self._now()) // step_s, LOOKS_AHEAD)
-        look_at = ticket.give_up_at - looks * step_s if looks > 0 else ticket.give_up_at
-        read_until, stray = self._now() + READ_ON_S, False
+        read_until = self._now() + READ_ON_S
         try:
             while not ticket.done:
                 if connection is None:  # a handler of signals interrupted who ended the others
                     raise NodeUnavailableError(f"node {self.directory.name}: connection lost")
-                connection.settimeout(max(look_at - self._now(), 0.001))
-                try:
-                    if self._now() > max(look_at, read_until):
-                        raise TimeoutError
-                    data = connection.recv(RECV_BYTES)
-                except TimeoutError:
-                    step_s = self._step_s() if patient else math.inf
-                    late_only = step_s < math.inf and not stray
-                    starved = late_only and self._is_starved(connection, step_s)
-                    if look_at < ticket.give_up_at:
-                        look_at = min(look_at + step_s, ticket.give_up_at)
-                    elif starved:
-                        look_at = ticket.give_up_at = self._now() + step_s
-                    else:
-                        raise
-                    continue
+                connection.settimeout(max(ticket.give_up_at - self._now(), 0.001))
+                if self._now() > max(ticket.give_up_at, read_until):
+                    raise TimeoutError
+                data = connection.recv(RECV_BYTES)
                 if not data:
                     raise NodeUnavailableError(f"node {self.directory.name} closed the connection")
                 for number, good, body in self._messages(data):
-                    stray |= number not in self._awaited  # who sends that is not starved
                     self._accept(number, good, body)
         except TimeoutError as e:
             raise self._too_late() from e

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-from kvstore.client.local.starved import wanted_by_s
 from kvstore.errors import (
     NO_DESCRIPTORS,
     DeadlineError,
@@ -34,7 +33,9 @@ from kvstore.system.background import start_in_background
 log = logging.getLogger("kvstore.client")
 
 START_TIMEOUT_S = 20.0
-"""For one save. A node that is starved meanwhile goes on, and the next save waits for it."""
+"""For one save."""
+START_SAVES = 3
+"""So many saves wait for one process; then it is killed, and the next save starts another."""
 POLL_S = 0.01
 STEP_BYTES = 1 << 20
 """Sizes of nodes that are made smaller than asked for."""
@@ -98,13 +99,17 @@ def _begin(
 ) -> None:
     if _ready(directory):
         return
-    process = _starting.get(directory.path)
+    process, saves = _starting.get(directory.path, (None, 0))
     if process is None or process.poll() is not None:
-        process = _start(directory, run_dir, key_prefix, size_bytes, signing_key)
+        process, saves = _start(directory, run_dir, key_prefix, size_bytes, signing_key), 0
+    _starting[directory.path] = process, saves + 1
     try:
         _wait_for(process, directory)
-    except StillStartingError:
-        _starting[directory.path] = process
+    except DeadlineError:
+        if saves + 1 < START_SAVES:
+            raise
+        process.kill()
+        _over(process, directory)
         raise
     except BaseException:
         _over(process, directory)
@@ -112,12 +117,8 @@ def _begin(
     _over(process, directory)
 
 
-class StillStartingError(DeadlineError):
-    """The embedded node makes progress, and is not ready."""
-
-
-_starting: dict[Path, subprocess.Popen[bytes]] = {}
-"""By node directory, what this process has started there and was not ready in time."""
+_starting: dict[Path, tuple[subprocess.Popen[bytes], int]] = {}
+"""By node directory, what this process has started there, and the saves that have waited for it."""
 
 
 def _start(
@@ -150,22 +151,14 @@ def _start(
 def _wait_for(process: subprocess.Popen[bytes], directory: NodeDir) -> None:
     assert process.stderr is not None
     began = time.monotonic()
-    halfway_s: float | None = None
     while not _ready(directory):
         if process.poll() is not None and not directory.alive():
             said = process.stderr.read().decode(errors="replace").strip()
             # Behind what it logged.
             why = said.rpartition("\n")[2][-500:]
             raise NodeUnavailableError(f"the embedded node ended at once: {why}")
-        waited_s = time.monotonic() - began
-        if halfway_s is None and waited_s > START_TIMEOUT_S / 2:
-            halfway_s = wanted_by_s(process.pid)
-        if waited_s > START_TIMEOUT_S:
-            late = f"the embedded node was not ready within {START_TIMEOUT_S} s"
-            if halfway_s is not None and (wanted_by_s(process.pid) or 0.0) > halfway_s:
-                raise StillStartingError(f"{late}: it gets too little of a processor, and goes on")
-            process.kill()
-            raise DeadlineError(late)
+        if time.monotonic() - began > START_TIMEOUT_S:
+            raise DeadlineError(f"the embedded node was not ready within {START_TIMEOUT_S} s")
         time.sleep(POLL_S)
 
 

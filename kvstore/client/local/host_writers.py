@@ -44,11 +44,8 @@ class HostWriters:
         timeout_s: float,
         checksums: bool,
         start_node: Callable[[], None] | None,
-        patient: bool = False,
     ) -> None:
-        """With `name`, only that node is saved to. `start_node` makes one where there is none.
-        `patient` is that of `ControlChannel`."""
-        self._waits_for_starved = patient
+        """With `name`, only that node is saved to. `start_node` makes one where there is none."""
         self.introductions: dict[int, bytes] = {}
         """Fields of the namespaces that this client saves to, by id."""
         self._nodes = nodes
@@ -185,7 +182,6 @@ class HostWriters:
             timeout_s=self.timeout_s,
             checksums=self._checksums,
             introductions=self.introductions,
-            patient=self._waits_for_starved,
         )
         return writer
 

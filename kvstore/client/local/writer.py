@@ -75,11 +75,8 @@ class Writer:
         timeout_s: float,
         checksums: bool,
         introductions: dict[int, bytes] | None = None,
-        patient: bool = False,
     ) -> None:
-        """`introductions`, where they are shared, are `self.introductions`; `patient` is that of
-        `ControlChannel`."""
-        self._patient = patient
+        """`introductions`, where they are shared, are `self.introductions`."""
         self._nodes = nodes
         self._machine = nodes.machine
         self._now = self._machine.monotonic
@@ -160,7 +157,6 @@ class Writer:
             (announcement.node_id, announcement.epoch),
             self._timeout_s,
             held.said,
-            patient=self._patient,
             machine=self._machine,
         )
         try:

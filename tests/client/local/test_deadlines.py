@@ -42,9 +42,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     seen: list[tuple[float, float]] = []
     connect = ControlChannel._connect
 
-    def noted(channel: ControlChannel, give_up_at: float, *, patient: bool = False) -> None:
+    def noted(channel: ControlChannel, give_up_at: float) -> None:
         seen.append((time.monotonic(), give_up_at))
-        connect(channel, give_up_at, patient=patient)
+        connect(channel, give_up_at)
 
     monkeypatch.setattr(ControlChannel, "_connect", noted)
     return seen
