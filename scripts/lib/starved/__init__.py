@@ -1,1 +1,0 @@
-"""Looks up, reads and saves on a machine that is overloaded: `scripts/starved`."""
