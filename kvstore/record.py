@@ -7,12 +7,10 @@ A CRC anyone can compute; where Redis is not trusted, a signature of 16 bytes fo
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from hashlib import blake2b
 from hmac import compare_digest
 from zlib import crc32
 
-from kvstore.compiled import part
 from kvstore.types import Key, Location
 
 RECORD_VERSION = 2
@@ -28,8 +26,6 @@ SIGNED_RECORD_BYTES = RECORD_BYTES + SIGNATURE_BYTES
 BlockParts = tuple[int, int, Key, int, int, int, int, int, int]
 """Of a block slot, generation, key, length, granule, kind, length of the description, checksum and
 namespace id."""
-PackEach = Callable[[bytes, list[BlockParts]], list[bytes]]
-"""As `pack_each`."""
 _WORD_FIELD = b', "signature": "%s"}'
 _WORD_FIELD_BYTES = len(_WORD_FIELD % bytes(2 * SIGNATURE_BYTES))
 
@@ -64,18 +60,6 @@ def pack_each(start: bytes, blocks: list[BlockParts]) -> list[bytes]:
         pack_place(key, node_id, epoch, 0, slot, generation, granule, length, checksum)
         for slot, generation, key, length, granule, _, _, checksum, _ in blocks
     ]
-
-
-def packer(wanted: str | None, module: str = part.BLOCK_WRITES) -> PackEach:
-    """`pack_each`, or the same compiled (docs/decisions/0080), where it is there. Raises
-    `ImportError` where `wanted` is `yes` and it is not."""
-    compiled = part.load(wanted, module, part.BLOCK_WRITES_SOURCE)
-    made: PackEach = pack_each if compiled is None else compiled.records
-    return made
-
-
-PACK_EACH = packer(part.wanted())
-"""The one of this process."""
 
 
 def unpack_record(key: Key, record: bytes) -> Location | None:

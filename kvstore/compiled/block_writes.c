@@ -1,6 +1,5 @@
 /* What a node writes for many blocks at once: their headers (kvstore/segment/header.py says what
- * one looks like, kvstore/segment/shm.py has the same in Python), their records for the index
- * (kvstore/record.py) and what tells Redis of these (kvstore/index/redis/key_space.py).
+ * one looks like, kvstore/segment/shm.py has the same in Python).
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -16,17 +15,9 @@ enum {
     HEADER_BYTES = 64,
     WORDS = HEADER_BYTES / 8,
     KEY_BYTES = 32,
-    TAG_BYTES = 8,
-    DIGEST_BYTES = KEY_BYTES - TAG_BYTES,
     HINT_BYTES = 4,
     RESERVED = 1,
     SEALED = 2,
-    RECORD_VERSION = 2,
-    RECORD_BYTES = 44,
-    RECORD_BYTES_MAX = 60, /* signed */
-    START_BYTES = 12, /* of the node's epoch and id, as a record has them */
-    KEYS = 1,
-    RECORDS = 2,
 };
 #ifndef SOURCE_CRC32
 #define SOURCE_CRC32 0 /* of this file: the build says it (hatch_build.py) */
@@ -174,124 +165,7 @@ static PyObject *write_headers(PyObject *self, PyObject *args) {
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *record_of(const Block *block, const char *start) {
-    char record[RECORD_BYTES] = {RECORD_VERSION, (char)block->granule}; /* and segment 0 */
-    memcpy(record + 4, start, START_BYTES);
-    memcpy(record + 16, &block->generation, 8);
-    memcpy(record + 24, &block->slot, 4);
-    memcpy(record + 28, &block->length, 4);
-    memcpy(record + 32, &block->checksum, 8);
-    uint32_t crc = crc32_of(crc32_of(0, block->key, KEY_BYTES / 8), record, 5);
-    memcpy(record + 40, &crc, 4);
-    return PyBytes_FromStringAndSize(record, sizeof record);
-}
-
-static PyObject *records(PyObject *self, PyObject *args) {
-    (void)self;
-    const char *start;
-    Py_ssize_t start_bytes;
-    PyObject *rows;
-    if (!PyArg_ParseTuple(args, "y#O!", &start, &start_bytes, &PyList_Type, &rows)) return NULL;
-    if (start_bytes != START_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "the start of a node has 12 bytes");
-        return NULL;
-    }
-    Py_ssize_t all = PyList_Size(rows);
-    PyObject *made = PyList_New(all);
-    for (Py_ssize_t i = 0; made != NULL && i < all; i++) {
-        Block block;
-        PyObject *row = PyList_GetItem(rows, i), *record = NULL;
-        if (row != NULL && block_of(row, &block) == 0) record = record_of(&block, start);
-        if (record == NULL)
-            Py_CLEAR(made);
-        else
-            PyList_SetItem(made, i, record);
-    }
-    return made;
-}
-
-/* A request that is being written; nowhere while `to` is NULL, when only its length is counted. */
-typedef struct {
-    char *to;
-    Py_ssize_t bytes;
-} Request;
-
-static void add(Request *request, const char *bytes, Py_ssize_t size) {
-    if (request->to != NULL) memcpy(request->to + request->bytes, bytes, (size_t)size);
-    request->bytes += size;
-}
-
-static void add_key(Request *request, const Py_buffer ends[2], const char *key) {
-    static const char digits[] = "0123456789abcdef";
-    char tag[2 * TAG_BYTES];
-    for (int i = 0; i < TAG_BYTES; i++) {
-        tag[2 * i] = digits[(unsigned char)key[i] >> 4];
-        tag[2 * i + 1] = digits[key[i] & 15];
-    }
-    add(request, ends[0].buf, ends[0].len);
-    add(request, tag, sizeof tag);
-    add(request, ends[1].buf, ends[1].len);
-    add(request, key + TAG_BYTES, DIGEST_BYTES);
-    add(request, "\r\n", 2);
-}
-
-static void add_record(Request *request, const char *record, Py_ssize_t size) {
-    char head[24];
-    PyOS_snprintf(head, sizeof head, "$%d\r\n", (int)size);
-    add(request, head, (Py_ssize_t)strlen(head));
-    add(request, record, size);
-    add(request, "\r\n", 2);
-}
-
-/* Keys, records, or each key and its record, as `which` says; -1 with an exception. */
-static int add_each(Request *request, const Py_buffer ends[2], PyObject *pairs, int which) {
-    for (Py_ssize_t i = 0; i < PyList_Size(pairs); i++) {
-        PyObject *pair = PyList_GetItem(pairs, i), *key_of = PyTuple_GetItem(pair, 0);
-        PyObject *record_of = key_of == NULL ? NULL : PyTuple_GetItem(pair, 1);
-        char *key, *record;
-        Py_ssize_t key_bytes, record_bytes;
-        if (record_of == NULL || PyBytes_AsStringAndSize(key_of, &key, &key_bytes) < 0 ||
-            PyBytes_AsStringAndSize(record_of, &record, &record_bytes) < 0)
-            return -1;
-        if (key_bytes != KEY_BYTES || record_bytes > RECORD_BYTES_MAX) {
-            PyErr_SetString(PyExc_ValueError, "a key has 32 bytes, a record at most 60");
-            return -1;
-        }
-        if (which & KEYS) add_key(request, ends, key);
-        if (which & RECORDS) add_record(request, record, record_bytes);
-    }
-    return 0;
-}
-
-static int add_all(Request *request, const Py_buffer *head, const Py_buffer ends[2], PyObject *pairs, int paired) {
-    request->bytes = 0;
-    add(request, head->buf, head->len);
-    if (paired) return add_each(request, ends, pairs, KEYS | RECORDS);
-    return add_each(request, ends, pairs, KEYS) < 0 ? -1 : add_each(request, ends, pairs, RECORDS);
-}
-
-static PyObject *request(PyObject *self, PyObject *args) {
-    (void)self;
-    Py_buffer head, ends[2];
-    PyObject *pairs, *made = NULL;
-    int paired;
-    if (!PyArg_ParseTuple(args, "y*y*y*O!p", &head, &ends[0], &ends[1], &PyList_Type, &pairs, &paired)) return NULL;
-    Request all = {NULL, 0};
-    if (add_all(&all, &head, ends, pairs, paired) == 0) made = PyBytes_FromStringAndSize(NULL, all.bytes);
-    if (made != NULL) {
-        all.to = PyBytes_AsString(made);
-        add_all(&all, &head, ends, pairs, paired);
-    }
-    PyBuffer_Release(&ends[1]);
-    PyBuffer_Release(&ends[0]);
-    PyBuffer_Release(&head);
-    return made;
-}
-
-static PyMethodDef methods[] = {{"write_headers", write_headers, METH_VARARGS, NULL},
-                                {"records", records, METH_VARARGS, NULL},
-                                {"request", request, METH_VARARGS, NULL},
-                                {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {{"write_headers", write_headers, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 
 /* PyModule_Add is not in the limited interface of 3.11. */
 static int prepare(PyObject *module) {

@@ -32,7 +32,7 @@ from kvstore.core.outgoing.departures import Departures, GoneWhy
 from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
 from kvstore.keys import ttl_of
 from kvstore.limits import SLOT_BYTES_MIN, VALUE_BYTES_MAX, Limits
-from kvstore.record import PACK_EACH, BlockParts, RecordSigner, node_start, pack_place
+from kvstore.record import BlockParts, RecordSigner, node_start, pack_each, pack_place
 from kvstore.types import Key
 
 GENERATIONS_AHEAD = 1 << 20
@@ -373,7 +373,7 @@ class Blocks:
 
     def _records(self, blocks: list[BlockParts]) -> list[bytes]:
         """The records of blocks that are sealed now."""
-        records = PACK_EACH(self._start, blocks)
+        records = pack_each(self._start, blocks)
         if self._signer is None:
             return records
         keys = [key for _, _, key, *_ in blocks]

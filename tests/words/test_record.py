@@ -2,8 +2,6 @@ import json
 import random
 from zlib import crc32
 
-import pytest
-from block_writes import block_writes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,6 @@ from kvstore.record import (
     node_start_of,
     pack_each,
     pack_record,
-    packer,
     slot_of,
     unpack_record,
 )
@@ -58,7 +55,7 @@ def test_a_record_tells_its_slot_without_its_key(location):
 
 @given(st.lists(locations, max_size=5))
 def test_records_of_many_blocks_are_those_of_each(wanted):
-    """In Python and compiled: each leads back to its own location, of one start of one node."""
+    """Each leads back to its own location, of one start of one node."""
     start, blocks, expected = node_start(1 << 63, 7), [], []
     for number, one in enumerate(wanted):
         key = bytes([number]) * 32
@@ -69,24 +66,6 @@ def test_records_of_many_blocks_are_those_of_each(wanted):
         parts = (place.slot, place.generation, key, place.length, place.granule)
         blocks.append((*parts, 3, 4, place.checksum, 5))
     assert pack_each(start, blocks) == expected
-    assert block_writes().records(start, blocks) == expected
-
-
-def test_compiled_what_is_no_block_has_no_record():
-    sound = (1, 2, KEY, 4, 0, 1, 0, 9, 5)
-    start, records = node_start(7, 1), block_writes().records
-    assert len(records(start, [sound])) == 1
-    for wrong in (sound[:8], (*sound[:2], KEY[1:], *sound[3:]), (-1, *sound[1:]), 7, None):
-        with pytest.raises((ValueError, TypeError, IndexError, OverflowError, SystemError)):
-            records(start, [sound, wrong])
-    with pytest.raises(ValueError, match="12 bytes"):
-        records(start[1:], [sound])
-
-
-def test_python_packs_records_where_it_is_asked_to_and_nobody_else_can():
-    assert packer("no") is packer(None, "kvstore.no_such_part") is pack_each
-    with pytest.raises(ImportError):
-        packer("yes", "kvstore.no_such_part")
 
 
 def test_a_record_stays_small_enough_for_embstr():

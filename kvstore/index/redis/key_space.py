@@ -17,7 +17,6 @@ from typing import Any
 from redis.crc import key_slot
 
 from kvstore.batches import in_batches
-from kvstore.compiled import part
 from kvstore.errors import UsageError
 from kvstore.index.base import KeyedRecord
 from kvstore.keys import DIGEST_BYTES
@@ -61,12 +60,8 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-Pack = Callable[[bytes, bytes, bytes, list[KeyedRecord], bool], bytes]
-"""As `pack_pairs`."""
-
-
-def pack_pairs(
-    head: bytes, before: bytes, after: bytes, pairs: list[KeyedRecord], paired: bool
+def _pack_pairs(
+    head: bytes, before: bytes, after: bytes, pairs: Sequence[KeyedRecord], *, paired: bool
 ) -> bytes:
     """A request: `head`, then each key and its record, or all keys and then all records.
 
@@ -80,18 +75,6 @@ def pack_pairs(
     if paired:
         return head + b"".join(chain.from_iterable(zip(names, records, strict=True)))
     return head + b"".join(names) + b"".join(records)
-
-
-def packer(wanted: str | None, module: str = part.BLOCK_WRITES) -> Pack:
-    """`pack_pairs`, or the same compiled (docs/decisions/0080), where it is there. Raises
-    `ImportError` where `wanted` is `yes` and it is not."""
-    compiled = part.load(wanted, module, part.BLOCK_WRITES_SOURCE)
-    made: Pack = pack_pairs if compiled is None else compiled.request
-    return made
-
-
-PACK = packer(part.wanted())
-"""The one of this process."""
 
 
 class KeySpace:
@@ -142,13 +125,13 @@ class KeySpace:
     def set_request(self, records: Sequence[KeyedRecord]) -> bytes:
         """`MSET key record key record ...`"""
         head = b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(records) + 1)
-        return PACK(head, self._before, self._after, list(records), True)
+        return _pack_pairs(head, self._before, self._after, records, paired=True)
 
     def script_request(self, sha: bytes, records: Sequence[KeyedRecord]) -> bytes:
         """`EVALSHA sha n key ... record ...`"""
         count = b"%d" % len(records)
         head = b"*%d\r\n" % (2 * len(records) + 3) + _arguments(b"EVALSHA", sha, count)
-        return PACK(head, self._before, self._after, list(records), False)
+        return _pack_pairs(head, self._before, self._after, records, paired=False)
 
 
 def _tag_of_record(record: KeyedRecord) -> bytes:

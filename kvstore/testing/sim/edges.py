@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
-from kvstore import record
 from kvstore.client import pins, reader
 from kvstore.client.remote import fetch
 from kvstore.client.values import put_pipeline
 from kvstore.compiled import part
-from kvstore.core import blocks
 from kvstore.segment import batch_read, shm
 from kvstore.testing.sim.models import memory
 
@@ -43,7 +41,6 @@ def _edges(world: World) -> Iterator[tuple[ModuleType, str, object]]:
     wanted = "yes" if part.wanted() == "yes" else "no"
     yield batch_read, "READER", memory.SimReader(world, batch_read.choose(wanted))
     yield shm, "WRITE_HEADERS", shm.header_writer(wanted)
-    yield blocks, "PACK_EACH", record.packer(wanted)
 
 
 @contextlib.contextmanager
