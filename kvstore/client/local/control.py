@@ -52,6 +52,9 @@ Also what a node of this host must be given at least, or its caller was hurried:
 answers in microseconds. It is no share of the deadline, as for nodes of other hosts
 (`HURRIED_SHARE`), which count hurried callers too: here one request opens the breaker, and a
 caller with half a second each time would wait for a stopped node each time."""
+FIRST_ANSWER_TIMEOUT_S = 5.0
+"""For the first HELLO of a client, where only this node is asked: clients often start together, on
+a machine that is busy with starting them."""
 READ_ON_S = 0.1
 """For what has come already when a caller is late itself; a node that sends without end, and not
 what was asked for, gets no more of a caller's time."""
@@ -134,6 +137,8 @@ class ControlChannel:
         """Of requests, and of what is said in passing: a node that has no processor for a moment
         is late for that, and no reason to reject a put."""
         self._last_failure = ""
+        self._is_new = True
+        """No request has been sent, or has failed, yet."""
         in_each_child(self)
 
     @property
@@ -180,8 +185,13 @@ class ControlChannel:
                 raise NodeUnavailableError(f"node {self.directory.name} did not answer lately{why}")
             probes = breaker.state is BreakerState.HALF_OPEN
             try:
-                soon = now + PROBE_TIMEOUT_S if probes else give_up_at
-                self._connect(min(give_up_at, soon, deadlines.call.connected_by))
+                by = min(give_up_at, now + PROBE_TIMEOUT_S) if probes else give_up_at
+                if self._is_new:
+                    by = max(by, now + FIRST_ANSWER_TIMEOUT_S)
+                self._connect(min(by, deadlines.call.give_up_at, deadlines.call.connected_by))
+                if self._is_new:  # the node answers: the request has its own time
+                    self._is_new = False
+                    give_up_at = min(self._now() + timeout_s, deadlines.call.give_up_at)
                 if before is not None:
                     before()
                 hurried = give_up_at - self._now() < least_s
@@ -255,6 +265,7 @@ class ControlChannel:
 
     def _failed(self, error: Exception, hurried: bool) -> None:
         """Raises what a handler of signals raised, if that is all there is to `error`."""
+        self._is_new = False
         self._disconnect()
         let_through(error)
         closed = self._breaker.state is BreakerState.CLOSED
