@@ -225,6 +225,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         saves=shape.saves,
         save_decode=config.save_decode,
         lookup_timeout_s=config.lookup_timeout_s,
+        hand_over_wait_s=config.hand_over_wait_s,
         volatile_tokens=shape.volatile_tokens,
         null_block_id=shape.null_block_id,
         pinned_fraction=config.pinned_fraction,
@@ -269,6 +270,7 @@ def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> Wor
         saves=shape.saves,
         load_timeout_s=config.load_timeout_s,
         save_timeout_s=config.save_timeout_s,
+        page_lock_bytes_max=config.page_lock_bytes_max,
         vram_open=vram_open,
     )
 

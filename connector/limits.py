@@ -1,172 +1,160 @@
 """Names the limits of connectors that several modules share (rule 9).
 
-Times are in seconds, sizes in the unit of their name. An operator moves those that declare a
-range by `[connector_limits]` of the file that KVSTORE_CONFIG names. What stands in a single
-module is said in kvstore/limits.py.
+Times are in seconds, sizes in the unit of their name. What an operator sets is in
+connector/settings.py; what stands in a single module is said in kvstore/limits.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
-
-from kvstore import LimitTable, NumberRange
 
 Clock = Callable[[], float]
 """Seconds that never run backwards."""
 
-Count = Annotated[int, NumberRange(1)]
-Keys = Annotated[int, NumberRange(1, 4096)]
-"""What goes into one request of a store."""
-Seconds = Annotated[float, NumberRange(above=0)]
-
-LOOKUP_WAIT_PER_STEP_S: Seconds = 0.003
+LOOKUP_WAIT_PER_STEP_S = 0.003
 """How long one engine step may wait for lookups, all requests together."""
 LOOKUP_TIMEOUT_S = 1.0
 """How long a request waits for its lookup at most, unless its user says otherwise."""
-LOOKUP_TIMEOUT_MIN_S: Seconds = 0.05
+LOOKUP_TIMEOUT_MIN_S = 0.05
 """How long a request waits for its lookup however little is at stake, unless its user says less."""
-RATE_WINDOW_S: Seconds = 0.25
+RATE_WINDOW_S = 0.25
 """Time of steps after which an engine's rate is taken: one window."""
-RATE_WINDOWS_MAX: Count = 64
+RATE_WINDOWS_MAX = 64
 """Windows of which the best one counts as an engine's rate."""
-LOOKUP_TTL_S: Seconds = 2.0
+LOOKUP_TTL_S = 2.0
 """Age at which an answer is asked again. An older one costs a failed load, never wrong bytes."""
-LOOKUP_QUEUE_MAX: Count = 1024
+LOOKUP_QUEUE_MAX = 1024
 """Lookups waiting for their thread; one more is a miss at once."""
-LOOKUP_AT_ONCE_KEYS: Count = 256
+LOOKUP_AT_ONCE_KEYS = 256
 """Keys of one prompt that the engine's own thread looks for on this host, in about 2 microseconds
 each; more are left to a thread."""
-MATCH_BLOCKS_MAX: Keys = 4096
+MATCH_BLOCKS_MAX = 4096
 """Store blocks of one prompt that are looked up; what is beyond is computed."""
 
-HAND_OVER_WAIT_S: Seconds = 2.0
+HAND_OVER_WAIT_S = 2.0
 """How long a request waits at most for what a prefill engine says that it is saving."""
-HAND_OVER_POLL_S: Seconds = 0.005
+HAND_OVER_POLL_S = 0.005
 """How often such a request is looked up."""
 
-LOAD_ATTEMPTS_MAX: Count = 3
+LOAD_ATTEMPTS_MAX = 3
 """Failed loads of one request, after which all of it is computed."""
-LOAD_JOBS_MAX: Count = 1024
+LOAD_JOBS_MAX = 1024
 """Loads waiting in one worker; one more fails at once and is computed."""
-LOAD_STAGING_BYTES: Count = 64 << 20
+LOAD_STAGING_BYTES = 64 << 20
 """What a worker reads from other hosts at a time, before it goes into the engine's blocks."""
-STEP_LOAD_BYTES: Count = 1 << 30
+STEP_LOAD_BYTES = 1 << 30
 """What a step loads layer by layer; what it loads before that comes in whole blocks. Where some of
 it is on other hosts, `LOAD_STAGING_BYTES` are as much."""
-SAVE_JOBS_MAX: Count = 256
+SAVE_JOBS_MAX = 256
 """Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
-SAVE_JOB_BLOCKS_MAX: Keys = 64
+SAVE_JOB_BLOCKS_MAX = 64
 """Store blocks in one save job, so that pins of a long prompt are given back piecemeal."""
-RUN_TOUCHED_MAX: Keys = 2048
+RUN_TOUCHED_MAX = 2048
 """Store blocks of a prefix that a save of what follows keeps from being evicted before it."""
-SAVE_BATCH_BLOCKS: Keys = 64
+SAVE_BATCH_BLOCKS = 64
 """Store blocks that one reserve and one commit carry."""
-SAVE_BATCH_BYTES: Count = 64 << 20
+SAVE_BATCH_BYTES = 64 << 20
 """Payload that one reserve and one commit carry; one larger block travels alone."""
-DEVICE_BATCH_BLOCKS: Keys = 64
+DEVICE_BATCH_BLOCKS = 64
 """Store blocks that are copied together: one launch for each staging buffer that they fill."""
-DEVICE_STAGING_BYTES: Count = 8 << 20
+DEVICE_STAGING_BYTES = 8 << 20
 """Of a device's memory, one staging buffer. A larger payload goes through it some layers at a time.
 The buffers are larger where a single layer is, and where whole payloads would leave more than an
 eighth of them empty: then by one payload."""
-DEVICE_STAGING_BUFFERS: Count = 4
+DEVICE_STAGING_BUFFERS = 4
 """Staging buffers for saves, and as many for loads: while the kernel fills or empties one, those
 before it are on the bus."""
-DEVICE_DIRECT_BYTES_MIN: Count = 1 << 20
+DEVICE_DIRECT_BYTES_MIN = 1 << 20
 """From here on a store block that lies in one piece in the engine's memory, as all layers of one
 engine block may, is copied by DMA alone, without kernel and staging."""
-DEVICE_PIECE_BYTES_MIN: Count = 64 << 10
+DEVICE_PIECE_BYTES_MIN = 64 << 10
 """From here on an engine block of one layer goes by a DMA of its own where payloads are in the
 order of tokens: that is how much the bus moves while the next DMA is begun."""
-DEVICE_PAGES_MAX: Count = 1 << 14
+DEVICE_PAGES_MAX = 1 << 14
 """Engine blocks in one launch, unless a payload has more."""
-DEVICE_BLOCKS_MAX: Count = 32
+DEVICE_BLOCKS_MAX = 32
 """Thread blocks that copy at a time, so that the engine has the rest of the device: enough to
 outrun the bus by far."""
-DEVICE_STREAM_PRIORITY: Literal["highest", "lowest"] = "highest"
-"""Of the streams that copy, among all of the process: with the highest their few thread blocks do
-not wait behind the many of a forward, with the lowest the forward goes first."""
-COPY_STUCK_S: Seconds = 10.0
+COPY_STUCK_S = 10.0
 """A copy between engine and store that is under way for longer is logged and counted. It cannot be
 called back."""
-POOL_LOOK_EVERY_S: Seconds = 1.0
+POOL_LOOK_EVERY_S = 1.0
 """How often a worker looks for memory of the store that is to be page-locked, or is gone."""
-PAGE_LOCK_BYTES_MAX: Annotated[int, NumberRange(0)] = 64 << 30
+PAGE_LOCK_BYTES_MAX = 64 << 30
 """Of the node's memory that one worker page-locks, in the order of use; each GiB takes about 2 MiB
 of the device's memory."""
-PAGE_LOCK_RETRY_S: Seconds = 5.0
+PAGE_LOCK_RETRY_S = 5.0
 """Pause before a part that could not be page-locked is tried again; doubles each time up to"""
-PAGE_LOCK_RETRY_MAX_S: Seconds = 600.0
+PAGE_LOCK_RETRY_MAX_S = 600.0
 """this."""
-FORWARD_TIMEOUT_S: Seconds = 600.0
+FORWARD_TIMEOUT_S = 600.0
 """A forward that takes longer saves nothing of what it has written layer by layer."""
 PINNED_FRACTION_MAX = 0.25
 """Share of the engine's blocks that saves may keep from being reused."""
 
-PAGE_PARTS_MAX: Count = 1 << 12
+PAGE_PARTS_MAX = 1 << 12
 """Ranges of memory that one page of an engine may consist of (two a layer, at most)."""
-LOCKED_KEYS_MAX: Count = 2048
+LOCKED_KEYS_MAX = 2048
 """Blocks that an engine may keep locked; a lookup of one more does not find it."""
-LOCK_TIMEOUT_S: Seconds = 60.0
+LOCK_TIMEOUT_S = 60.0
 """After that a lock that was not given back is over."""
-TASKS_MAX: Count = 256
+TASKS_MAX = 256
 """Tasks of an engine waiting for their thread; one more fails at once."""
-DRAIN_TIMEOUT_S: Seconds = 60.0
+DRAIN_TIMEOUT_S = 60.0
 """How long an engine that empties its memory waits for the job that runs, which has deadlines of
 its own: several calls of the store."""
 TASK_THREADS_DEFAULT = 4
 """Threads that copy an engine's chunks at the same time, unless its user says otherwise."""
 TASK_THREADS_MAX = 32
-INVENTORY_KEYS_MAX: Count = 1 << 16
+INVENTORY_KEYS_MAX = 1 << 16
 """Chunks that one LMCache server remembers to have stored; beyond it the oldest are not counted,
 listed or deleted any more."""
-INVENTORY_CHECK_KEYS: Keys = 256
+INVENTORY_CHECK_KEYS = 256
 """Of them, looked for each second: those that the nodes have evicted are not counted any more."""
-LIST_PAGE_KEYS_MAX: Keys = 1024
+LIST_PAGE_KEYS_MAX = 1024
 """Chunks on one page of a listing, however many were asked for."""
-RESULTS_MAX: Count = 4096
+RESULTS_MAX = 4096
 """Results that an engine has not asked for; beyond it the oldest are dropped."""
 
-IDLE_WAIT_S: Seconds = 0.002
+IDLE_WAIT_S = 0.002
 """How long an engine step without a forward waits for a transfer to end."""
-SHUTDOWN_TIMEOUT_S: Seconds = 5.0
+SHUTDOWN_TIMEOUT_S = 5.0
 """How long closing waits for a transfer thread."""
-STORE_RETRY_S: Seconds = 1.0
+STORE_RETRY_S = 1.0
 """Pause before a store that could not be opened is tried again."""
 
 TP_SIZES_DEFAULT = (1, 2, 4, 8)
 """Tensor-parallel sizes of writers whose blocks are looked for; each costs a key per block."""
 TP_SIZES_MAX = 8
 """How many of them a user may name."""
-EXPLAIN_REQUESTS_MAX: Count = 1024
+EXPLAIN_REQUESTS_MAX = 1024
 """Requests that are remembered for `explain`, live ones and ended ones each."""
-EXPLAIN_EVENTS_MAX: Count = 16
+EXPLAIN_EVENTS_MAX = 16
 """Events of one request that are remembered, the last ones."""
-EXPLAIN_QUEUE_MAX: Count = 256
+EXPLAIN_QUEUE_MAX = 256
 """Questions and lines waiting for their thread; a further question is not asked."""
-EXPLAIN_QUESTIONS_MAX: Count = 20
+EXPLAIN_QUESTIONS_MAX = 20
 """Missing blocks that one engine asks its nodes about in `EXPLAIN_QUESTIONS_PERIOD_S`."""
-EXPLAIN_QUESTIONS_PERIOD_S: Seconds = 1.0
+EXPLAIN_QUESTIONS_PERIOD_S = 1.0
 """See `EXPLAIN_QUESTIONS_MAX`."""
-EXPLAIN_LINES_MAX: Count = 20
+EXPLAIN_LINES_MAX = 20
 """Requests that got less than possible and have a log line, in `EXPLAIN_LINES_PERIOD_S`."""
-EXPLAIN_LINES_PERIOD_S: Seconds = 10.0
+EXPLAIN_LINES_PERIOD_S = 10.0
 """See `EXPLAIN_LINES_MAX`."""
 
-PREFETCH_QUEUE_MAX: Count = 64
+PREFETCH_QUEUE_MAX = 64
 """Wishes to prefetch that wait for their thread; a further one is not carried out."""
-PREFETCH_BATCH_BLOCKS: Keys = 8
+PREFETCH_BATCH_BLOCKS = 8
 """Blocks that are brought from other hosts at a time, and are in memory twice meanwhile."""
-PREFETCH_TIMEOUT_S: Seconds = 10.0
+PREFETCH_TIMEOUT_S = 10.0
 """How long one such batch may take; then the rest of that prompt stays where it is."""
-RETAIN_QUEUE_MAX: Count = 1024
+RETAIN_QUEUE_MAX = 1024
 """Wishes to retain blocks that wait for their thread; a further one is not carried out."""
-STATS_SAMPLES_MAX: Count = 1024
+STATS_SAMPLES_MAX = 1024
 """Durations of one kind that are kept until an engine asks for them, the last ones."""
-EVENTS_MAX: Count = 1 << 14
+EVENTS_MAX = 1 << 14
 """Block events waiting to be taken; beyond it the oldest are dropped."""
-EVENTS_ANNOUNCED_MAX: Count = 1 << 16
+EVENTS_ANNOUNCED_MAX = 1 << 16
 """Stored blocks that are remembered so that their absence can be told, the last ones."""
 
 BLOCK_TOKENS_MAX_DEFAULT = 64
@@ -180,22 +168,22 @@ TENANT_BYTES_MAX = 256
 """What a store takes, like the line above (`BlockStore.retain`)."""
 TIMEOUT_S_MAX = 600.0
 
-SAY_EVERY_S: Seconds = 30.0
+SAY_EVERY_S = 30.0
 """How often the same trouble is logged; a node that is down drops every save."""
 NODE_BYTES_MIN = 16 << 20
 """Of an embedded node: below it hardly a block would stay."""
 
-RESET_WAIT_S: Seconds = 5.0
+RESET_WAIT_S = 5.0
 """How long an engine's thread waits for a reset that its user asked for; then it goes on in the
 background, and nothing is loaded until it is complete."""
-RESET_RETRY_S: Seconds = 1.0
+RESET_RETRY_S = 1.0
 """Pause before a reset that was not complete is tried again."""
-END_SAVES_S: Seconds = 5.0
+END_SAVES_S = 5.0
 """How long emptying an engine's cache waits for copies of saves, and again of loads."""
-FINGERPRINTS_KEPT_MAX: Count = 1024
+FINGERPRINTS_KEPT_MAX = 1024
 """Fingerprints of weights and adapters that one process remembers."""
 
-LOCKSTEP_TIMEOUT_S: Seconds = 1800.0
+LOCKSTEP_TIMEOUT_S = 1800.0
 """How long one process of an engine waits for the others: as torch's own gloo groups do, since
 between two prompts a process may do other things, save a checkpoint or train."""
 LOCKSTEP_HEAD_BYTES = 1 << 13
@@ -208,15 +196,15 @@ PORT_MAX = 65535
 KV_RANKS_MAX = 1 << 16
 """Engines in one group of `kv_parallel_size`."""
 
-FINISHED_PENDING_MAX: Count = 1 << 16
+FINISHED_PENDING_MAX = 1 << 16
 """Requests that some workers have reported as transferred and others have not (yet)."""
-CONNECTORS_REGISTERED_MAX: Count = 256
+CONNECTORS_REGISTERED_MAX = 256
 """Names of connectors that one process knows."""
-GROUP_WAIT_S: Seconds = 60.0
+GROUP_WAIT_S = 60.0
 """How long one thread waits for another that starts or ends the process's connector."""
-MULTI_CONNECTORS_MAX: Count = 16
+MULTI_CONNECTORS_MAX = 16
 """Connectors in one MultiConnector."""
-COPY_BLOCKS_MAX: Count = 1 << 20
+COPY_BLOCKS_MAX = 1 << 20
 """Blocks in one `copy_kv_blocks`."""
 
 TENSOR_MESSAGE_PART_BYTES = 1 << 30
@@ -224,57 +212,53 @@ TENSOR_MESSAGE_PART_BYTES = 1 << 30
 TENSOR_MESSAGE_PART_BYTES_MIN = 1 << 20
 """Down to this a part that a node has no room for is halved: nodes of tests or demos are small,
 and in one that is nearly full a large hole is rare."""
-TENSOR_MESSAGE_BYTES_MAX: Count = 2 << 30
+TENSOR_MESSAGE_BYTES_MAX = 2 << 30
 """What one sender may hold pinned; half the pins that a client may have are parts of this, of the
 smallest size."""
 TENSOR_MESSAGE_NAME_MAX = 256
-PIPE_MESSAGES_MAX: Count = 64
+PIPE_MESSAGES_MAX = 64
 """Messages sent and not yet received."""
-LOOKUP_ENTRIES_MAX: Count = 64
+LOOKUP_ENTRIES_MAX = 64
 """Entries inserted and not yet dropped."""
-LOOKUP_PRODUCERS_MAX: Count = 16
+LOOKUP_PRODUCERS_MAX = 16
 """Producers of one lookup buffer; a consumer asks the store once for each at every look."""
-TRANSFER_TIMEOUT_S: Seconds = 30.0
+TRANSFER_TIMEOUT_S = 30.0
 """How long a pipe or a lookup buffer waits unless told otherwise."""
-POLL_MIN_S: Seconds = 0.0005
+POLL_MIN_S = 0.0005
 """Pause before a store is asked again for what is not there yet; it doubles each time."""
-POLL_MAX_S: Seconds = 0.01
+POLL_MAX_S = 0.01
 """What that pause doubles up to."""
-ROUTER_IN_FLIGHT_MAX: Count = 4096
+ROUTER_IN_FLIGHT_MAX = 4096
 """Requests that a router has at a time; one more is told to come back. Nor are they more than three
 in eight of the files that the router may open: each takes two."""
-ROUTER_BODY_BYTES_MAX: Count = 16 << 20
+ROUTER_BODY_BYTES_MAX = 16 << 20
 """One request's body."""
-ROUTER_LISTS_MAX: Count = 1 << 18
+ROUTER_LISTS_MAX = 1 << 18
 """Lists and objects in it, counted by their brackets before it is parsed."""
-ROUTER_VALUES_MAX: Count = 1 << 20
+ROUTER_VALUES_MAX = 1 << 20
 """Values in it, counted by their commas: the tokens of the longest prompts."""
 ROUTER_HEADERS_BYTES_MAX = 64 << 10
 """One line of a request's head, and one of an engine's answer."""
-ROUTER_HEAD_TIMEOUT_S: Seconds = 10.0
+ROUTER_HEAD_TIMEOUT_S = 10.0
 """How long the head of a connection's first request may take to come."""
-ROUTER_IDLE_TIMEOUT_S: Seconds = 75.0
+ROUTER_IDLE_TIMEOUT_S = 75.0
 """How long a connection stays open after an answer, until the head of its next request is there."""
-ROUTER_IDLE_CLIENTS_MAX: Count = 8192
+ROUTER_IDLE_CLIENTS_MAX = 8192
 """Connections without a request; for a new one the oldest of the address with most of them is
 closed. Nor are they, with two for each request in flight, more than half of the files that the
 router may open, or a sixteenth beside requests that take those."""
-ROUTER_BODY_TIMEOUT_S: Seconds = 30.0
+ROUTER_BODY_TIMEOUT_S = 30.0
 """How long a body may take to come, of a request's time."""
-ROUTER_STOP_S: Seconds = 10.0
+ROUTER_STOP_S = 10.0
 """How long a router that is told to end goes on with requests that it has; then it cuts them off.
 Containers are killed after so long."""
-ROUTER_ANSWER_BYTES_MAX: Count = 64 << 20
+ROUTER_ANSWER_BYTES_MAX = 64 << 20
 """One answer of an engine that is not streamed."""
-ROUTER_BLOCKS_ASKED_MAX: Count = 1 << 14
+ROUTER_BLOCKS_ASKED_MAX = 1 << 14
 """Blocks that another router may ask for at a time."""
-ROUTER_TOKENIZE_TIMEOUT_S: Seconds = 2.0
+ROUTER_TOKENIZE_TIMEOUT_S = 2.0
 """How long a router waits for an engine to tokenize a prompt; then it knows nothing of it."""
-ROUTER_LOAD_GAP_MAX: Count = 8
+ROUTER_LOAD_GAP_MAX = 8
 """An engine with so many more requests in flight than the least loaded gets none for its cache."""
 VRAM_POOL_BYTES_MIN = 64 << 20
 """Of `vram_size_bytes`: a smaller pool holds too few blocks to be worth its memory."""
-
-
-MOVABLE = LimitTable(__name__, "connector_limits")
-MOVABLE.move()

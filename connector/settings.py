@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from connector.limits import (
     BLOCK_TOKENS_MAX,
     CONFIG_BYTES_MAX,
+    HAND_OVER_WAIT_S,
     LOOKUP_TIMEOUT_S,
-    MOVABLE,
     NODE_BYTES_MIN,
+    PAGE_LOCK_BYTES_MAX,
     PINNED_FRACTION_MAX,
     TIMEOUT_S_MAX,
     TP_SIZES_DEFAULT,
@@ -80,6 +81,9 @@ class ConnectorSettings:
     """After that the engine computes what was not loaded."""
     save_timeout_s: Timeout = 10.0
     """After that a save is dropped and its engine blocks are free again."""
+    hand_over_wait_s: Timeout = HAND_OVER_WAIT_S
+    """How long a request waits at most for what a prefill engine says that it is saving
+    (docs/prefill-decode.md)."""
     layerwise: bool = False
     """Load and save layer by layer, beside the forward (docs/engines.md says when it pays)."""
     vram: bool = False
@@ -107,6 +111,9 @@ class ConnectorSettings:
     ttl_s: Annotated[int, NumberRange(1, TTL_S_MAX)] | None = None
     """How long a block may stay in the store at most, in seconds; then its bytes are wiped. It is a
     part of the namespace: engines with another one share nothing (docs/decisions/0036)."""
+    page_lock_bytes_max: Annotated[int, NumberRange(0)] = PAGE_LOCK_BYTES_MAX
+    """Of the node's memory that one worker page-locks, in the order of use; each GiB takes about
+    2 MiB of the device's memory."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines and bounds of the store (`kvstore.Limits`), a table of names and values;
     `lookup_timeout_s` goes before its `redis_timeout_s`."""
@@ -142,7 +149,6 @@ class ConnectorSettings:
         file = read_config()
         shared = file.table("connector")
         read_settings(cls, shared, where=file.where("connector"))
-        MOVABLE.check(file.table("connector_limits"), where=file.where("connector_limits"))
         known_names(extra, only or [f.name for f in fields(cls)], where=where)
         values = {n: v for n, v in shared.items() if not only or n in only} | dict(extra)
         if not isinstance(values.get("limits"), Limits):

@@ -56,7 +56,6 @@ from kvstore.keys import Namespace, chained_hashes
 from kvstore.limits import Limits
 from kvstore.secret import tenant_salt
 from kvstore.segment.copying import copy as copy_bytes
-from kvstore.settings.limit_table import LimitTable
 from kvstore.settings.reader import (
     ItemsMax,
     NumberRange,
@@ -106,7 +105,6 @@ __all__ = [
     "tenant_salt",
     "weights_fingerprint",
     "Limits",
-    "LimitTable",
     "StreamSecurity",
     "RedisUrl",
     "read_settings",

@@ -1,9 +1,8 @@
 """The operator's file: one TOML document, found by `KVSTORE_CONFIG`, a table for each reader.
 
 `[limits]` and `[security]` hold for every process of the store that is started with the variable,
-`[node]` for `kvstore node`, `[connector]`, `[connector_limits]` and `[transfer]` for engines. What
-a program, a command line or a variable of one setting says wins over it. docs/settings.md lists
-every name.
+`[node]` for `kvstore node`, `[connector]` and `[transfer]` for engines. What a program, a command
+line or a variable of one setting says wins over it. docs/settings.md lists every name.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.limits import MOVABLE, Limits
-from kvstore.settings.reader import allowed_in, check_settings, known_names, read_settings
+from kvstore.limits import Limits
+from kvstore.settings.reader import check_settings, read_settings
 from kvstore.settings.toml_file import read_toml
 
 
@@ -58,14 +57,9 @@ class ConfigFile:
     def limits(self, over: Mapping[str, object] | None = None) -> Limits:
         """The node's limits: what `over` says, else `[limits]`, else the defaults.
 
-        Raises `UsageError` for a name or a value that cannot be, and for a constant that this
-        process has imported with another value.
+        Raises `UsageError` for a name or a value that cannot be.
         """
-        table, where = self.table("limits"), self.where("limits")
-        known_names(table, [*allowed_in(Limits), *allowed_in(MOVABLE.kind)], where=where)
-        MOVABLE.check({n: v for n, v in table.items() if n in MOVABLE}, where=where)
-        given = {n: v for n, v in table.items() if n not in MOVABLE}
-        limits = read_settings(Limits, given, where=where)
+        limits = read_settings(Limits, self.table("limits"), where=self.where("limits"))
         return read_settings(Limits, over or {}, where="limits", besides=asdict(limits))
 
     def security(self) -> SecurityFiles:

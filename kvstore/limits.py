@@ -1,9 +1,8 @@
-"""Limits that several modules share, or that a user may move, by name (rule 9).
+"""Limits that several modules share, by name (rule 9), and `Limits`, those that are settings.
 
-Sizes in bytes, times in seconds. An operator moves the fields of `Limits` and the constants that
-declare a range (`NAME: Count = 8`), all by `[limits]` of the file that KVSTORE_CONFIG names. The
-others are parts of a format, or what two processes must agree on
-([0051](../docs/decisions/0051-limits-that-move.md)).
+Sizes in bytes, times in seconds. An operator sets the fields of `Limits` by `[limits]` of the file
+that KVSTORE_CONFIG names; everything else is a constant
+([0051](../docs/decisions/0051-constants-are-constants.md)).
 
 Elsewhere stands, as a named constant at the head of the one module that uses it, what nobody
 else has to know:
@@ -21,24 +20,22 @@ Connectors have theirs in connector/limits.py, the router in its own modules.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
-from kvstore.settings.limit_table import LimitTable
 from kvstore.settings.reader import NumberRange, check_settings
 
 Count = Annotated[int, NumberRange(1)]
-Threads = Annotated[int, NumberRange(1, 1 << 16)]
 Seconds = Annotated[float, NumberRange(above=0)]
 
 SEGMENT_BYTES_MIN = 64 << 10
 VALUE_BYTES_MAX = 1 << 30
 """One value; and never more than its node has."""
-EMBEDDED_NODE_BYTES_MIN: Annotated[int, NumberRange(1 << 20)] = 8 << 20
+EMBEDDED_NODE_BYTES_MIN = 8 << 20
 """What an embedded node that does not fit into /dev/shm is made smaller to, at least."""
 SLOT_BYTES_MIN = 4 << 10
 """A page of a segment: smaller values take one too. Every page needs room for a 64-byte header
 (1.6%), whatever lies in it."""
-MOVED_BYTES_MAX: Count = 16 << 20
+MOVED_BYTES_MAX = 16 << 20
 """What a node moves within its segment for one request, so that its other clients wait for
 about 10 ms: beyond it blocks are evicted. A block counts 128 KiB more than it has."""
 LOCK_PART_BYTES = 64 << 20
@@ -55,7 +52,7 @@ LIST_ROWS_MAX = 256
 HELD_MAX = 1 << 16
 """Reservations, and pinned slots, that a client can say it holds when it connects; what a node
 lets one client hold (`Limits`) is less."""
-REDIS_ARGS_MAX: Annotated[int, NumberRange(16, 1 << 20)] = 1024
+REDIS_ARGS_MAX = 1024
 """Arguments in one Redis command; a longer call is several commands in one pipeline."""
 USER_KEY_BYTES_MAX = 4096
 PATIENT_TIMEOUT_S = 1.0
@@ -68,7 +65,7 @@ PROMPT_TOKENS_MAX = 1 << 24
 """Tokens in one call: more than any model takes, and less than fills memory."""
 SEGMENT_BYTES_MAX = SLOTS_PER_SEGMENT_MAX * SLOT_BYTES_MIN
 """Of one node, a page less than 16 TiB: more is a mistyped size."""
-REPLACE_TRIES: Count = 3
+REPLACE_TRIES = 3
 """How often a put that replaces tries again when others put another value meanwhile."""
 META_BYTES_MAX = 255
 NAMESPACE_BYTES_MAX = 4096
@@ -76,11 +73,11 @@ NAMESPACE_BYTES_MAX = 4096
 NAMESPACE_FIELDS_MAX = 64
 NAME_BYTES_MAX = 256
 """Of what a user calls a value, as a client tells a node of it; longer names are not told."""
-NAMES_WAITING_MAX: Count = 4096
+NAMES_WAITING_MAX = 4096
 """Names that a client has yet to tell; further ones are not told."""
 NAMES_MESSAGE_BYTES_MAX = 32 << 10
 """Of keys and names in one message: a socket must take it at once."""
-CHECKED_BYTES_PER_S_MAX: Count = 1 << 30
+CHECKED_BYTES_PER_S_MAX = 1 << 30
 """What a node reads again because clients say that it is wrong: a tenth of its time."""
 
 STREAM_BLOCKS_MAX = BATCH_KEYS_MAX
@@ -88,62 +85,53 @@ STREAM_BLOCKS_MAX = BATCH_KEYS_MAX
 STREAM_BATCH_BYTES_MAX = 64 << 20
 """Payload in one request over a stream, so that its deadline means something; one larger block
 travels alone."""
-CLAIMED_BYTES_MAX: Count = 16 << 20
+CLAIMED_BYTES_MAX = 16 << 20
 """What a call makes room for on the word of records in the index; beyond it the nodes are asked
 first whether blocks are as long as that."""
-ANOTHERS_BYTES_MAX: Count = 1 << 30
+ANOTHERS_BYTES_MAX = 1 << 30
 """What one `get_many`, and all open pins and views of a client, make room for on the word of other
 users' nodes on this host; what goes beyond it is a miss. What has an `out` takes no room."""
-STREAM_SLOW_BYTES_PER_S: Count = 50 << 20
+STREAM_SLOW_BYTES_PER_S = 50 << 20
 """A stream slower than this counts as stuck: what a batch's deadline is lengthened by."""
 STREAM_FRAME_BYTES_MAX = 1 << 20
 """A request over a stream without its payload."""
-STREAM_CONNECTIONS_PER_NODE: Threads = 4
+STREAM_CONNECTIONS_PER_NODE = 4
 """Connections that one client keeps to one node: requests at the same time."""
-STREAM_CONNECTIONS_PER_READ: Threads = 3
+STREAM_CONNECTIONS_PER_READ = 3
 """Connections to one node that the blocks of one call come by, where this process has two cores
 for each and other calls leave them."""
-STREAM_SHARE_BYTES: Count = 8 << 20
+STREAM_SHARE_BYTES = 8 << 20
 """What is worth a connection more."""
-STREAM_NODES_AT_ONCE: Threads = 64
+STREAM_NODES_AT_ONCE = 64
 """Nodes (and shares of one) that one client reads from, and those that it tries again, at the same
 time: each has a thread, which a silent node keeps for a whole deadline."""
-STREAM_UNPROVEN_MAX: Threads = 64
-"""Connections that have not proved to know the secret yet, besides `STREAM_CONNECTIONS_MAX`; for a
-new one the oldest of the address with most of them is closed."""
-STREAM_RESERVED_SHARE: Count = 4
+STREAM_UNPROVEN_MAX = 64
+"""Connections that have not proved to know the secret yet, besides `Limits.stream_connections_max`;
+for a new one the oldest of the address with most of them is closed."""
+STREAM_RESERVED_SHARE = 4
 """One client host may have reserved one in so many bytes of a node by saves under way; whoever
 wants more waits for its own."""
-STREAM_CONNECTIONS_MAX: Threads = 256
-"""Connections that a node serves at the same time; each has a thread."""
-TOLD_MAX: Count = 1024
+TOLD_MAX = 1024
 """Hints of clients on other hosts that wait for a node's event loop; one more is passed over."""
-CUDA_IPC_NODES_MAX: Count = 64
+CUDA_IPC_NODES_MAX = 64
 """Nodes whose VRAM one client has open; the one not used for longest goes for the next."""
-CUDA_IPC_OPEN_S: Seconds = 1.0
+CUDA_IPC_OPEN_S = 1.0
 """How long a node may take to hand its VRAM over; it is a thread beside an engine's."""
-CUDA_IPC_WINDOW_BYTES: Count = 256 << 20
+CUDA_IPC_WINDOW_BYTES = 256 << 20
 """Payload queued on the stream as one, with one event; two such windows are under way."""
-CUDA_IPC_DRAIN_S: Seconds = 10.0
+CUDA_IPC_DRAIN_S = 10.0
 """How long copies that were queued before a deadline may take beyond it: a device that is
 slower than this hangs, and what they write to can neither be used nor given back."""
-CUDA_BATCH_COPIES_MAX: Annotated[int, NumberRange(1, 1024)] = 1024
-"""Copies that one call of the CUDA driver queues (cuMemcpyBatchAsync). With 1 each copy is a call
-of its own, for a driver whose call for many hangs or faults."""
-CUDA_BATCH_SOURCE_ORDER: Literal["stream", "any"] = "stream"
-"""When such a call reads sources that were complete before it, as those of loads are: in their turn
-on the stream, or at any time (CU_MEMCPY_SRC_ACCESS_ORDER_ANY)."""
-CUDA_BATCH_OVERLAP: bool = False
-"""Whether such a call prefers to overlap with computing, perhaps at the cost of speed
-(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)."""
-DEMOTE_BLOCKS_MAX: Annotated[int, NumberRange(1, BATCH_KEYS_MAX)] = 64
+CUDA_BATCH_COPIES_MAX = 1024
+"""Copies that one call of the CUDA driver queues (cuMemcpyBatchAsync)."""
+DEMOTE_BLOCKS_MAX = 64
 """Blocks that leave VRAM for host memory at a time."""
-DEMOTE_BYTES_MAX: Count = 64 << 20
+DEMOTE_BYTES_MAX = 64 << 20
 """Payload that leaves VRAM at a time; one larger block travels alone."""
-NAMES_LOOKED_UP_MAX: Threads = 8
+NAMES_LOOKED_UP_MAX = 8
 """Host names that one process looks up at the same time: each has a thread that cannot be called
 off, and one more fails at once."""
-NAMES_KEPT_MAX: Count = 1024
+NAMES_KEPT_MAX = 1024
 """Host names whose addresses one process remembers."""
 
 NIXL_REQUEST_BYTES_MAX = 16 << 20
@@ -152,19 +140,19 @@ NIXL_PIECES_MAX = 4096
 """Pieces in one READ request, the headers before and after each among them."""
 NIXL_REQUESTS_MAX = 4
 """READ requests of one client at the same time: so many such parts has the arena they go into."""
-NIXL_QUARANTINED_MAX: Count = 2
+NIXL_QUARANTINED_MAX = 2
 """Arenas that late bytes may still come into. With so many, nothing is read through NIXL."""
-NIXL_PEERS_MAX: Count = 256
+NIXL_PEERS_MAX = 256
 """Nodes whose NIXL endpoints one client knows."""
-NIXL_OWNER_RETRY_AFTER_MAX_S: Seconds = 60.0
+NIXL_OWNER_RETRY_AFTER_MAX_S = 60.0
 """Between two starts of a node's NIXL process when it dies again and again."""
 
-WEIGHTS_TIMEOUT_S: Seconds = 60.0
+WEIGHTS_TIMEOUT_S = 60.0
 """How long the fingerprint of a model's weights may take; cold, over a slow network, it is reads
 that wait."""
-WEIGHTS_THREADS: Threads = 8
+WEIGHTS_THREADS = 8
 """Files of weights that are read at the same time."""
-WEIGHT_FILES_MAX: Count = 4096
+WEIGHT_FILES_MAX = 4096
 """Files of one model's weights; more are no model."""
 WEIGHT_WHOLE_BYTES_MAX = 8 << 20
 """Files of weights up to this size are read whole: adapters, indexes, code."""
@@ -182,13 +170,13 @@ TENANT_BYTES_MAX = 256
 """Of a tenant's name, as UTF-8."""
 TTL_S_MAX = 30 * 24 * 3600
 """The longest bound on the life of a namespace's blocks; without one it has none."""
-EXPIRED_AT_ONCE_BYTES: Count = 16 << 20
+EXPIRED_AT_ONCE_BYTES = 16 << 20
 """What a node wipes of blocks whose life is over before it serves the next request: 5 ms."""
 RESET_NAMESPACES_MAX = 64
 """Namespaces that one reset names; clients split longer ones."""
 RESETS_IDS_MAX = 1024
 """Namespaces of all resets that a node remembers together: 5.5 KB of its announcement."""
-RESET_TIMEOUT_S: Seconds = 5.0
+RESET_TIMEOUT_S = 5.0
 """How long a reset waits for all nodes to confirm it: they hear of it with a heartbeat."""
 RESET_LISTENS_S = 2.0
 """How long the index must have answered before a reset believes that it has seen all nodes: one
@@ -201,44 +189,44 @@ EVENT_KEYS_MAX = 4096
 """Blocks in one event that a node publishes; more are several."""
 EVENT_MESSAGE_BYTES_MAX = 1 << 20
 """One message of such events."""
-EVENT_BACKLOG_MAX: Count = 1 << 18
+EVENT_BACKLOG_MAX = 1 << 18
 """Blocks, and messages, that wait until they are published; what comes beyond it is not, which
 routers see as a gap in the sequence. As many that were published are kept for who missed them."""
-EVENT_MESSAGES_WAITING_MAX: Count = 1024
+EVENT_MESSAGES_WAITING_MAX = 1024
 """Messages that wait for one router that is slower than its node; it misses further ones, and
 sees that too."""
-EVENT_CONNECTIONS_MAX: Count = 512
+EVENT_CONNECTIONS_MAX = 512
 """Connections to a node's events, in both of its sockets; for a new one the oldest of the address
 with most of them is closed. Nor are they more than an eighth of the files that the node may open:
 whoever listens shows no secret."""
-EVENT_REPLAYS_MAX: Count = 256
+EVENT_REPLAYS_MAX = 256
 """Questions of routers that wait for an answer: for a snapshot of a node's blocks, or until there
 is room for it. Who asks for more is not answered, and asks again."""
-EVENT_ANSWER_BYTES_MAX: Count = 64 << 20
+EVENT_ANSWER_BYTES_MAX = 64 << 20
 """Of answers that routers have asked a node for and not taken yet, all together; one may be larger
 when there is no other. Questions that are asked meanwhile wait."""
-EVENT_ANSWERS_MAX: Count = 2
+EVENT_ANSWERS_MAX = 2
 """Such answers of one router, and as many of its questions that wait."""
-EVENT_ANSWER_TAKEN_S: Seconds = 10.0
+EVENT_ANSWER_TAKEN_S = 10.0
 """A router that has not taken its answer for so long while others wait for room is hung up on, and
 over TCP so is one that takes nothing of it for so long, whoever waits."""
-EVENT_SOURCES_MAX: Count = 1024
+EVENT_SOURCES_MAX = 1024
 """Nodes whose events one process listens to."""
-EVENT_BLOCKS_MAX: Count = 1 << 24
+EVENT_BLOCKS_MAX = 1 << 24
 """Blocks of one node that a listener remembers."""
-EVENTS_SILENT_S: Seconds = 3.0
+EVENTS_SILENT_S = 3.0
 """A node whose events are not heard for so long holds nothing for its listeners: it speaks every
 second."""
-EVENTS_ANSWER_S: Seconds = 1.0
+EVENTS_ANSWER_S = 1.0
 """How long a node may take to begin an answer to what a listener missed, and between two parts of
 it, before it is asked again."""
 
 SECRET_BYTES_MIN = 16
 SECRET_BYTES_MAX = 4096
 
-INDEX_WARNED_EVERY_S: Seconds = 30.0
+INDEX_WARNED_EVERY_S = 30.0
 """Between two warnings of one client or node that the index cannot be asked."""
-INDEX_LOOKED_AFTER_EVERY_S: Seconds = 10.0
+INDEX_LOOKED_AFTER_EVERY_S = 10.0
 """How often a client looks whether it can ask the index, whatever it asks otherwise."""
 
 NODE_TTL_S = 6.0
@@ -247,10 +235,10 @@ heartbeat, and after the client last heard of it where the index cannot be reach
 NODE_BELIEVED_S = 1.0
 """How long a client uses what it heard of a node without asking the index again; part of
 `NODE_TTL_S`."""
-FIRST_NODE_WAIT_S: Seconds = 5.0
+FIRST_NODE_WAIT_S = 5.0
 """How long the first save of a client that may start a node waits for an index that does not
 say whether the node there, which names its index otherwise, is one of its own."""
-FIRST_QUESTION_WAIT_S: Seconds = 1.0
+FIRST_QUESTION_WAIT_S = 1.0
 """How long the first save of a client that starts no node, and so has Redis running already,
 waits for that index."""
 RESTART_WITHIN_S = 600.0
@@ -260,31 +248,35 @@ directory that needs the memory."""
 RESETS_KEPT_S = 2 * RESTART_WITHIN_S
 """How long the index keeps resets after the last node that knew of them: longer than a segment
 waits for its next start."""
-SEGMENTS_SEEN_MAX: Count = 1024
+SEGMENTS_SEEN_MAX = 1024
 """Segments of this user in /dev/shm that one look takes in; the others wait for the next."""
 
-LOOKUP_LINKS_MAX: Annotated[int, NumberRange(1, 1024)] = 8
+LOOKUP_LINKS_MAX = 8
 """Connections of one client to one Redis server for reading; further threads wait for one, within
 their time-out."""
-PUBLISH_LINKS_MAX: Annotated[int, NumberRange(1, 64)] = 2
+PUBLISH_LINKS_MAX = 2
 """The same for what nodes write."""
-SCRUB_KEYS_MAX: Annotated[int, NumberRange(1, BATCH_KEYS_MAX)] = 512
+SCRUB_KEYS_MAX = 512
 """Keys that a node compares with the index, four times a second. A look at as many takes 0.2 ms of
 Redis; 100,000 blocks are gone through in 50 s."""
-SHM_RESERVE_BYTES: Count = 16 << 20
+PENDING_REMOVE_MAX = 1 << 16
+"""Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
+NAMESPACES_MAX = 256
+"""Namespaces whose fields a node remembers for `explain` and `kvstore ls`."""
+SHM_RESERVE_BYTES = 16 << 20
 """What a new segment leaves free in /dev/shm for everyone else."""
-CGROUP_RESERVE_BYTES: Count = 256 << 20
+CGROUP_RESERVE_BYTES = 256 << 20
 """What a node's process, and Redis beside it, need besides the segment of a container's memory."""
-STREAM_IDLE_TIMEOUT_S: Seconds = 600.0
+STREAM_IDLE_TIMEOUT_S = 600.0
 """A connection over a stream without a request for so long is closed; clients connect again."""
-STREAM_HANDSHAKE_TIMEOUT_S: Seconds = 1.0
+STREAM_HANDSHAKE_TIMEOUT_S = 1.0
 """For a peer to show that it knows the secret: from its first byte, and before that for it to
 come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one node that an operator may move."""
+    """Limits of one node or client that an operator may set."""
 
     inline_bytes: Annotated[int, NumberRange(1, MESSAGE_BYTES_MAX // 2)] = 32 << 10
     """A value up to this size travels in the reserve request itself, and one that is put alone up
@@ -295,23 +287,14 @@ class Limits:
     """Slots that one client may have reserved and not committed."""
     pins_per_client: Annotated[int, NumberRange(1, HELD_MAX)] = 4096
     """Slots that one client may keep from being reused."""
-    pending_remove: Count = 1 << 16
-    """Index removals waiting; beyond it the oldest are dropped (a stale record is a miss)."""
-    gone_keys: Count = 1 << 15
-    """Keys that left the node lately and why, kept for `explain`: about 170 bytes each."""
-    namespaces: Count = 256
-    """Namespaces whose fields a node remembers for `explain` and `kvstore ls`."""
     retained_percent: Annotated[int, NumberRange(1, 80)] = 50
     """Of the node's memory at most so much is retained; the rest is for whatever comes."""
     retained_tenant_percent: Annotated[int, NumberRange(1, 80)] = 25
     """The same for one tenant."""
-    names: Count = 1 << 14
-    """Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
+    stream_connections_max: Annotated[int, NumberRange(1, 1 << 16)] = 256
+    """Connections of other hosts that a node serves at the same time; each has a thread."""
     redis_timeout_s: Seconds = 0.05
     """How long a lookup may take; then it is a miss."""
-    sweep_every_s: Seconds = 60.0
-    """How often nodes, `kvstore up` and clients look for memory that dead nodes of this user
-    left in /dev/shm."""
     publish_timeout_s: Seconds = 0.5
     """How long the node may wait for Redis when it publishes; its clients wait for it."""
     request_timeout_s: Seconds = 2.0
@@ -322,7 +305,3 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_settings(self, inside="limits.")
-
-
-MOVABLE = LimitTable(__name__, "limits")
-MOVABLE.move()

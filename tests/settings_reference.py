@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import connector.limits
-import kvstore.limits
 from connector.settings import ConnectorSettings
 from connector.transfer.config import KVTransferConfig
 from kvstore import Limits
@@ -28,24 +26,19 @@ KINDS = {
     "security": SecurityFiles,
     "node": NodeTable,
     "connector": ConnectorSettings,
-    "connector_limits": connector.limits.MOVABLE.kind,
     "transfer": KVTransferConfig,
 }
-CONSTANTS = {"limits": kvstore.limits, "connector_limits": connector.limits}
-"""Modules whose constants a table moves too."""
 OF_THIS_MACHINE = {("transfer", "kv_buffer_device"): "cuda where there is a driver, else cpu"}
 
 
-def described(source: Any) -> dict[str, str]:
-    """The docstring below each field of a class, or below each constant of a module."""
-    body: Any = ast.parse(textwrap.dedent(inspect.getsource(source))).body
-    found = {}
-    for field, below in itertools.pairwise(body[0].body if isinstance(source, type) else body):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            name = ast.unparse(field.target)
-            name = name.lower() if name.isupper() else name
-            found[name] = " ".join(ast.literal_eval(below.value).split())
-    return found
+def described(kind: type) -> dict[str, str]:
+    """The docstring below each field of a class."""
+    body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    return {
+        ast.unparse(field.target): " ".join(ast.literal_eval(below.value).split())
+        for field, below in itertools.pairwise(body[0].body)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
 
 
 def lines() -> Iterator[str]:
@@ -58,11 +51,7 @@ def lines() -> Iterator[str]:
             "| name | what | default | meaning |",
             "|---|---|---|---|",
         )
-        module = CONSTANTS.get(table)
-        if module is None or kind is not module.MOVABLE.kind:
-            yield from rows(table, kind, described(kind))
-        if module is not None:
-            yield from rows(table, module.MOVABLE.kind, described(module))
+        yield from rows(table, kind, described(kind))
 
 
 def rows(table: str, kind: type, said: dict[str, str]) -> Iterator[str]:

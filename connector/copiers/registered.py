@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from connector.copiers.base import KVCopier, KVMemory
 from connector.copiers.host import HostCopier
 from connector.copiers.mixed import MixedCopier
+from connector.limits import PAGE_LOCK_BYTES_MAX
 from kvstore import PoolMapping, UsageError
 
 if TYPE_CHECKING:
@@ -24,13 +25,15 @@ def kv_memory(
     block_tokens: int,
     mappings: Callable[[], Sequence[PoolMapping]] = tuple,
     count: Callable[[int, str], None] = lambda size_bytes, failure: None,
+    page_lock_bytes_max: int = PAGE_LOCK_BYTES_MAX,
 ) -> KVMemory:
     """Return copiers over layer tensors, each a strided `[B, H, N, C]` view, all on one device.
 
     N may be a part of the engine's block (kernel blocks): B is then as many
     times larger. `mappings` says where the store's memory is, and `count` is told of
-    bytes that were page-locked for the device, or could not be and why. Raises
-    `UsageError` when the tensors do not have the shape the namespace was made from.
+    bytes that were page-locked for the device, or could not be and why; at most
+    `page_lock_bytes_max` are. Raises `UsageError` when the tensors do not have the shape the
+    namespace was made from.
     """
     checked = []
     for kv_caches, geometry in groups:
@@ -47,7 +50,7 @@ def kv_memory(
             )
             _check(some, pages)
             checked.append((some, pages, slots))
-    memory = _copiers(checked, mappings, count)
+    memory = _copiers(checked, mappings, count, page_lock_bytes_max)
     copiers, by_group = iter(memory.groups), list[KVCopier]()
     for _, geometry in groups:
         runs = [next(copiers) for _ in geometry.runs or (geometry,)]
@@ -95,12 +98,13 @@ def _copiers(
     checked: Sequence[tuple[list[torch.Tensor], KVGeometry, int]],
     mappings: Callable[[], Sequence[PoolMapping]],
     count: Callable[[int, str], None],
+    page_lock_bytes_max: int,
 ) -> KVMemory:
     if all(layer.device.type == "cpu" for layers, _, _ in checked for layer in layers):
         return KVMemory([HostCopier(*group) for group in checked], lambda: None)
     from connector.copiers.cuda.start import device_memory  # torch and cuda-python
 
-    return device_memory(checked, mappings, count)
+    return device_memory(checked, mappings, count, page_lock_bytes_max)
 
 
 def _check(layers: Sequence[torch.Tensor], geometry: KVGeometry) -> None:

@@ -50,7 +50,6 @@ from connector.layout.block_plan import (
 )
 from connector.limits import (
     HAND_OVER_POLL_S,
-    HAND_OVER_WAIT_S,
     LOAD_ATTEMPTS_MAX,
     LOOKUP_TTL_S,
     LOOKUP_WAIT_PER_STEP_S,
@@ -322,14 +321,15 @@ class SchedulerCore:
         num_computed_tokens: int,
     ) -> bool:
         """Return whether the request waits for what another engine is still saving; then it is
-        looked up again. As long as computing it takes, at most `HAND_OVER_WAIT_S`."""
+        looked up again. As long as computing it takes, at most `hand_over_wait_s`."""
         missing = awaited(state, request, self._layout) - max(found_tokens, num_computed_tokens)
         if missing <= 0 or state.failed_loads or lookup.short in _ASKED_IN_VAIN:
             return False
         now = self._clock()
         if state.awaits_since is None:
             state.awaits_since = now
-        wait_s = patience_s(missing, self._rate.tokens_per_s, HAND_OVER_WAIT_S)
+        most_s = self._settings.hand_over_wait_s
+        wait_s = patience_s(missing, self._rate.tokens_per_s, most_s)
         if now - state.awaits_since >= wait_s:
             return False
         if now - lookup.answered_at >= HAND_OVER_POLL_S:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from connector.limits import LOOKUP_TIMEOUT_S, PINNED_FRACTION_MAX
+from connector.limits import HAND_OVER_WAIT_S, LOOKUP_TIMEOUT_S, PINNED_FRACTION_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,8 @@ class SchedulerSettings:
     saves: bool = True
     save_decode: bool = True
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
+    hand_over_wait_s: float = HAND_OVER_WAIT_S
+    """How long a request waits at most for what a prefill engine says that it is saving."""
     volatile_tokens: int = 0
     """Tokens at a request's end whose KV may still change (speculative decoding)."""
     null_block_id: int | None = None

@@ -45,6 +45,7 @@ from connector.limits import (
     COPY_STUCK_S,
     LOAD_JOBS_MAX,
     LOAD_STAGING_BYTES,
+    PAGE_LOCK_BYTES_MAX,
     SAVE_BATCH_BLOCKS,
     SAVE_BATCH_BYTES,
     SAVE_JOBS_MAX,
@@ -92,6 +93,7 @@ class WorkerCore:
         saves: bool,
         load_timeout_s: float,
         save_timeout_s: float,
+        page_lock_bytes_max: int = PAGE_LOCK_BYTES_MAX,
         vram_open: Callable[[], frozenset[tuple[int, int]]] = frozenset,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -105,6 +107,7 @@ class WorkerCore:
         self._saves = saves and any(group.saves for group in self._groups)
         self._load_timeout_s = load_timeout_s
         self._save_timeout_s = save_timeout_s
+        self._page_lock_bytes_max = page_lock_bytes_max
         self._clock = clock
         largest = max(group.block_bytes for group in self._groups)
         largest_read = max(group.read_bytes_max for group in self._groups)
@@ -140,6 +143,7 @@ class WorkerCore:
             self._layout.block_tokens,
             self._mappings,
             self._counts.page_locked,
+            self._page_lock_bytes_max,
         )
         self._close_memory = memory.close
         self._store.device, self._store.holding = memory.device, memory.holding

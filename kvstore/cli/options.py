@@ -14,8 +14,7 @@ from typing import TextIO
 from kvstore import rundir
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
-from kvstore.limits import MOVABLE
-from kvstore.settings.toml_file import CONFIG, read_toml
+from kvstore.settings.toml_file import CONFIG
 from kvstore.system.last_resort import FORMAT
 
 KEY_PREFIX_DEFAULT = "kv:default"
@@ -105,15 +104,8 @@ def no_password(url: str) -> str:
 
 
 def use_config(path: Path) -> None:
-    """Make `path` the operator's file of this process and of those that it starts.
-
-    Constants are taken when they are imported: where the file moves one, the program begins anew.
-    """
+    """Make `path` the operator's file of this process and of those that it starts."""
     os.environ[CONFIG] = str(path)
-    table = read_toml()[1].get(MOVABLE.table, {})
-    given = {name: value for name, value in table.items() if name in MOVABLE}
-    if MOVABLE.not_in_force(given, where=f"{path} [{MOVABLE.table}]"):
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def standard_input(field: str) -> TextIO:

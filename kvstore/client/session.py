@@ -166,7 +166,7 @@ class BlockSession(Uncopied):
         """Of what is in memory of other users' nodes; pins of `Client` count in it too."""
         self._watch = IndexWatch(self.index, machine.monotonic)
         self._reaper = self._new_reaper()
-        self._sweeper = Sweeper(self.run_dir, every_s=self.limits.sweep_every_s)
+        self._sweeper = Sweeper(self.run_dir)
         self.nodes = LocalNodes(
             self.run_dir,
             self.index,

@@ -28,10 +28,10 @@ from kvstore.core.memory.listed import Listed
 from kvstore.core.memory.retained import Retentions
 from kvstore.core.memory.slots import Slot, SlotEvent, SlotState, move_each, parts_of
 from kvstore.core.outgoing.changes import Changes
-from kvstore.core.outgoing.departures import Departures, GoneWhy
+from kvstore.core.outgoing.departures import GONE_KEYS_MAX, Departures, GoneWhy
 from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
 from kvstore.keys import ttl_of
-from kvstore.limits import SLOT_BYTES_MIN, VALUE_BYTES_MAX, Limits
+from kvstore.limits import PENDING_REMOVE_MAX, SLOT_BYTES_MIN, VALUE_BYTES_MAX, Limits
 from kvstore.record import BlockParts, RecordSigner, node_start, pack_each, pack_place
 from kvstore.types import Key
 
@@ -73,11 +73,11 @@ class Blocks:
         """Every key that is SEALED or RESERVED here."""
         self.listed = Listed()
         """The SEALED ones among them."""
-        self.outbox = Outbox(limits.pending_remove)
+        self.outbox = Outbox(PENDING_REMOVE_MAX)
         """What Redis has yet to hear."""
         self.changes: Changes | None = None
         """What others are told of stored and removed blocks; None: nobody is."""
-        self.gone = Departures(limits.gone_keys)
+        self.gone = Departures(GONE_KEYS_MAX)
         self.retained = Retentions(
             size_bytes, limits.retained_percent, limits.retained_tenant_percent
         )

@@ -86,11 +86,15 @@ from kvstore.core.resets import Resets
 from kvstore.limits import (
     CHECKED_BYTES_PER_S_MAX,
     EXPIRED_AT_ONCE_BYTES,
+    NAMESPACES_MAX,
     Limits,
 )
 from kvstore.record import RecordSigner
 from kvstore.token_bucket import TokenBucket
 from kvstore.types import Key, Retained
+
+NAMES_MAX = 1 << 14
+"""Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
 
 
 class NodeCore(Reservations):
@@ -115,7 +119,7 @@ class NodeCore(Reservations):
             signer=signer,
         )
         self._sessions: dict[int, Session] = {}
-        self.namespaces = Namespaces(self.limits.namespaces)
+        self.namespaces = Namespaces(NAMESPACES_MAX)
         self.resets = Resets()
         self._checks = TokenBucket(CHECKED_BYTES_PER_S_MAX)
         self._handlers: dict[type, Callable[[Any, Effects, float], None]] = {
@@ -320,7 +324,7 @@ class NodeCore(Reservations):
         for key, name in zip(event.keys, event.names, strict=True):
             if key in self.by_key:
                 self.names[key] = name
-                if len(self.names) > self.limits.names:
+                if len(self.names) > NAMES_MAX:
                     del self.names[next(iter(self.names))]
 
     def _introduce(self, event: Introduce, effects: Effects, now: float) -> None:

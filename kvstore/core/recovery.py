@@ -18,7 +18,7 @@ from kvstore.core.memory.granules import PAGE, granules_of, within
 from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.node import NodeCore
 from kvstore.keys import ttl_of
-from kvstore.limits import RETAINED_S_MAX
+from kvstore.limits import PENDING_REMOVE_MAX, RETAINED_S_MAX
 
 _AGE = itemgetter(1, 0)
 """Of a `Seal`: its generation, then its slot."""
@@ -188,7 +188,7 @@ def _pin(core: NodeCore, slot: Slot) -> None:
 
 def _disown(core: NodeCore, block: Seal, former_epoch: int) -> None:
     """Its record may be in the index still; compare and delete takes that one alone."""
-    if core.outbox.removals_pending >= core.limits.pending_remove:
+    if core.outbox.removals_pending >= PENDING_REMOVE_MAX:
         return
     slot = Slot(block.slot_id * PAGE + block.granule, granules_of(block.length))
     slot.generation = block.generation

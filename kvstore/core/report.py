@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.core.answers import BlockRow, Counters, Explained, Fate, NamespaceRow
 from kvstore.core.memory.slots import SlotState
+from kvstore.limits import NAMESPACES_MAX
 from kvstore.types import Key, Kind
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _fate(core: NodeCore, key: Key, now: float) -> Fate:
 def _namespaces(core: NodeCore) -> list[NamespaceRow]:
     """Those with most blocks first; at most as many as the node remembers the fields of."""
     fields = {namespace.id: namespace.canonical() for namespace in core.namespaces.all()}
-    most = core.listed.namespaces(core.limits.namespaces)
+    most = core.listed.namespaces(NAMESPACES_MAX)
     return [(namespace_id, count, fields.get(namespace_id, b"")) for namespace_id, count in most]
 
 

@@ -8,18 +8,17 @@ and is given arrays.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 
 from kvstore.cuda.base import Copy, Driver, Handle
-from kvstore.limits import CUDA_BATCH_COPIES_MAX, CUDA_BATCH_OVERLAP, CUDA_BATCH_SOURCE_ORDER
 
+VARIABLE = "KVSTORE_CUDA_BATCH"
+"""With `no` in it every copy is a call of its own: for a driver whose call for many hangs."""
 SINCE = 12080
 """CUDA 12.8, as the driver numbers versions."""
-IN_STREAM_ORDER, IN_ANY_ORDER = 1, 3
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream has come so far; _ANY: at any
-time, even after the call has returned."""
-PREFER_OVERLAP = 1
-"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
+IN_STREAM_ORDER = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream has come so far."""
 
 
 class _Attributes(ctypes.Structure):
@@ -41,14 +40,11 @@ class BatchCopies:
         arrays = [pointer, pointer, pointer, size, pointer, pointer, size]
         # What is called through ctypes runs without the GIL.
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(address)
-        flags = PREFER_OVERLAP if CUDA_BATCH_OVERLAP else 0
-        self._attributes = _Attributes(IN_STREAM_ORDER, flags=flags)
-        complete = IN_ANY_ORDER if CUDA_BATCH_SOURCE_ORDER == "any" else IN_STREAM_ORDER
-        self._of_complete = _Attributes(complete, flags=flags)
+        self.attributes = _Attributes(IN_STREAM_ORDER)
 
-    def __call__(self, copies: Sequence[Copy], stream: int, *, complete: bool = False) -> int:
+    def __call__(self, copies: Sequence[Copy], stream: int) -> int:
         """Queue at most `CUDA_BATCH_COPIES_MAX` copies, to be carried out in any order; the
-        driver's answer. `complete` says that nothing writes to the sources any more.
+        driver's answer.
 
         After another answer than 0 some of them may have been queued.
         """
@@ -57,22 +53,21 @@ class BatchCopies:
             (ctypes.c_uint64 * count)(*column) for column in zip(*copies, strict=True)
         )
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        attributes = ctypes.byref(self._of_complete if complete else self._attributes)
-        arrays = (to, source, sizes, count, attributes, ctypes.byref(first), 1)
+        arrays = (to, source, sizes, count, ctypes.byref(self.attributes), ctypes.byref(first), 1)
         return int(self._call(*arrays, ctypes.byref(failed), stream))
 
 
 def batch_copies(driver: Driver, device: Handle = 0) -> BatchCopies | None:
     """The function of this driver (`cuda.bindings.driver`).
 
-    None when the driver is older than `SINCE`, when the limit leaves one copy a call, and when
+    None when the driver is older than `SINCE`, when KVSTORE_CUDA_BATCH says no, and when
     `device` cannot use addresses of page-locked memory as they are (WSL2, virtual GPUs): there the
     call faults, and every later one of the process.
     """
     attribute = driver.CUdevice_attribute
     attribute = attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
     error, usable = driver.cuDeviceGetAttribute(attribute, device)
-    if CUDA_BATCH_COPIES_MAX == 1 or int(error) or not usable:
+    if os.environ.get(VARIABLE) == "no" or int(error) or not usable:
         return None
     try:
         error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", SINCE, 0)

@@ -350,23 +350,22 @@ class BindingsDevice:
             for to, source, size_bytes in batch:
                 self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def copy_many(self, copies: Sequence[Copy], stream: Handle, *, complete: bool = False) -> None:
+    def copy_many(self, copies: Sequence[Copy], stream: Handle) -> None:
         """Queue copies that may be carried out in any order; the thread is in the device's context.
-        `complete` says that nothing writes to their sources any more.
 
         Raises `DeviceError`: then some of them may be queued.
         """
         for some in in_batches(copies, CUDA_BATCH_COPIES_MAX):
-            if len(some) == 1 or not self._copied_together(some, stream, complete):
+            if len(some) == 1 or not self._copied_together(some, stream):
                 for to, source, size_bytes in some:
                     self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def _copied_together(self, copies: Sequence[Copy], stream: Handle, complete: bool) -> bool:
+    def _copied_together(self, copies: Sequence[Copy], stream: Handle) -> bool:
         """False when it has to be done one by one: then those that were queued come twice, with the
         same bytes."""
         if self.batch is None:
             return False
-        error = self.driver.CUresult(self.batch(copies, int(stream), complete=complete))
+        error = self.driver.CUresult(self.batch(copies, int(stream)))
         if int(error) == 0:
             return True
         results = self.driver.CUresult

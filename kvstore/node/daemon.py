@@ -340,7 +340,10 @@ class Node:
             self._watch_leases,
             self._scrubber(heartbeat).run,
             DeadRecords(self.index, self.core.node_id, machine=self.machine).run,
-            partial(takeover.free_memory_of_the_dead, self._sweeper()),
+            partial(
+                takeover.free_memory_of_the_dead,
+                Sweeper(self.config.run_dir, shm_dir=self.config.shm_dir),
+            ),
         )
         if self._events is not None:
             tasks.start(self._events.keep_beating)
@@ -405,10 +408,6 @@ class Node:
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
-
-    def _sweeper(self) -> Sweeper:
-        config = self.config
-        return Sweeper(config.run_dir, shm_dir=config.shm_dir, every_s=config.limits.sweep_every_s)
 
     def _free_bytes(self) -> int:
         return self.core.allocator.free_bytes

@@ -9,7 +9,7 @@ when somebody does within `RESTART_WITHIN_S`. Whoever frees one has to know both
    clocks that nobody sets (host_clock.py). Lock free and the host has run for longer than
    `RESTART_WITHIN_S` since: nobody is expected back, and every process of this user may free
    it, from any run directory. The other nodes, `kvstore up` and the reaper of clients do,
-   every `Limits.sweep_every_s`.
+   every `SWEEP_EVERY_S`.
 3. Whoever frees takes the lock, looks at the time again and that the name still leads to the
    file it has locked, and keeps the lock until payload and headers are gone. A node that
    comes back takes the same lock before it maps anything (`segment/shm.py`), and finds a file
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import UsageError
-from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX, Limits
+from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.header import SUPERBLOCK_BYTES, home_of, life_of
 from kvstore.segment.shm import SHM_DIR
@@ -40,6 +40,9 @@ from kvstore.system.filelock import FileLock, is_locked, try_lock
 from kvstore.system.small_files import read_start
 
 HEAD, DATA = ".head", ".data"
+SWEEP_EVERY_S = 60.0
+"""How often nodes, `kvstore up` and clients look for memory that dead nodes of this user left in
+/dev/shm."""
 
 
 def segment_base(shm_dir: Path, node_id: int, epoch: int) -> Path:
@@ -187,12 +190,11 @@ def _free(segment: Segment, homeless: bool) -> bool:
 class Sweeper:
     """Frees what dead nodes of this user left on this host, each time that it is `due`."""
 
-    def __init__(
-        self, run_dir: Path, *, shm_dir: Path = SHM_DIR, every_s: float = Limits().sweep_every_s
-    ) -> None:
+    every_s = SWEEP_EVERY_S
+
+    def __init__(self, run_dir: Path, *, shm_dir: Path = SHM_DIR) -> None:
         self._run_dir = run_dir
         self._shm_dir = shm_dir
-        self.every_s = every_s
         self._due_at = float("-inf")
 
     def due(self, now: float) -> bool:

@@ -1,1 +1,1 @@
-"""Reads what operators write: settings that dataclasses declare, their file, limits that move."""
+"""Reads what operators write: settings that dataclasses declare, and their file."""

@@ -19,6 +19,7 @@ from typing import get_type_hints as hints_of
 from weakref import WeakKeyDictionary
 
 from kvstore.errors import UsageError
+from kvstore.settings.removed import REMOVED
 
 T = TypeVar("T")
 
@@ -152,11 +153,13 @@ def read_settings(
 
 def known_names(values: Mapping[str, object], known: Collection[str], *, where: str) -> None:
     """Raise `UsageError` for the first name in `values` that is not among `known`; its message has
-    the nearest one that is."""
+    what became of it if it was a setting once, else the nearest one that is."""
     if not isinstance(values, Mapping):
         raise UsageError(where, values, "must be a table of names and values")
     for name in values:
         if name not in known:
+            if name in REMOVED:
+                raise UsageError(where, name, REMOVED[name])
             near = get_close_matches(str(name), known, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UsageError(where, name, f"unknown: {meant}known are {', '.join(sorted(known))}")

@@ -9,17 +9,19 @@ from typing import Any
 
 from kvstore.errors import UsageError
 from kvstore.settings.reader import known_names
+from kvstore.settings.removed import CONSTANT, GONE, REMOVED
 
 CONFIG = "KVSTORE_CONFIG"
 CONFIG_BYTES_MAX = 1 << 20
-TABLES = ("limits", "security", "node", "connector", "connector_limits", "transfer")
+TABLES = ("limits", "security", "node", "connector", "transfer")
 
 
 def read_toml(path: str | Path | None = None) -> tuple[Path | None, dict[str, dict[str, Any]]]:
     """The path and the tables of the file at `path`, else of the one that KVSTORE_CONFIG names,
     else (None, {}).
 
-    Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads.
+    Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads, or a
+    name that was a setting once: whoever reads the file for anything says so.
     """
     name, path = ("config", path) if path else (CONFIG, os.environ.get(CONFIG))
     if not path:
@@ -35,8 +37,12 @@ def read_toml(path: str | Path | None = None) -> tuple[Path | None, dict[str, di
         tables = tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as e:
         raise UsageError(name, str(path), f"must be TOML: {e}") from e
+    gone = tables.pop(GONE, {})
     known_names(tables, TABLES, where=str(path))
-    for table, values in tables.items():
+    for table, values in (*tables.items(), (GONE, gone)):
         if not isinstance(values, dict):
             raise UsageError(str(path), table, f"must be a table: [{table}]")
+        for name in values if table in ("limits", GONE) else ():
+            if said := REMOVED.get(name, CONSTANT if table == GONE else ""):
+                raise UsageError(f"{path} [{table}]", name, said)
     return Path(path), tables

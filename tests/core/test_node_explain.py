@@ -17,7 +17,6 @@ from kvstore.core.node import NodeCore
 from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
 from kvstore.keys import Namespace
-from kvstore.limits import Limits
 
 ARENA = 64 << 10
 KEYS = Namespace.named("test").block_keys(range(200), 1)
@@ -110,9 +109,9 @@ def test_what_was_refused_is_told_with_the_reason(core):
     assert fates(core, KEYS[8:10]) == [(GoneWhy.REFUSED_SPACE, 0.0), (GoneWhy.REFUSED_SIZE, 0.0)]
 
 
-def test_only_the_last_so_many_departures_are_known():
-    limits = Limits(gone_keys=2)
-    core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA, limits=limits)
+def test_only_the_last_so_many_departures_are_known(monkeypatch):
+    monkeypatch.setattr("kvstore.core.blocks.GONE_KEYS_MAX", 2)
+    core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA)
     put(core, KEYS[:3])
     core.handle(Drop(1, 3, KEYS[:2]), 1.0)
     assert explained(core, KEYS[:1])[1] is None
@@ -131,8 +130,9 @@ def test_namespaces_with_blocks_are_told_with_their_fields_as_far_as_known(core)
     assert explained(core, [])[2] == [(told.id, 2, told.canonical()), (3, 1, b"")]
 
 
-def test_a_node_remembers_the_fields_of_the_last_so_many_namespaces():
-    core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA, limits=Limits(namespaces=2))
+def test_a_node_remembers_the_fields_of_the_last_so_many_namespaces(monkeypatch):
+    monkeypatch.setattr("kvstore.core.node.NAMESPACES_MAX", 2)
+    core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA)
     a, b, c = (Namespace({"n": i}) for i in range(3))
     for namespace in (a, b, a, c):
         core.handle(Introduce(1, namespace), 0.0)

@@ -24,8 +24,8 @@ def block(page, generation, key=KEY, *, granule=0, length=4096, meta_length=0):
     return Seal(page, generation, key, length, granule, 0, meta_length, 7, 3)
 
 
-def started(*sealed, pinned=(), held=(), gone=(), **limits):
-    core = NodeCore(node_id=7, epoch=2, size_bytes=SIZE, limits=Limits(**limits))
+def started(*sealed, pinned=(), held=(), gone=()):
+    core = NodeCore(node_id=7, epoch=2, size_bytes=SIZE)
     seen = Seen(Bounds(99, 8, PAGES), list(sealed), set(pinned), list(held), [], list(gone))
     return core, recover(core, seen, 1, 0.0)
 
@@ -117,11 +117,12 @@ def test_a_write_of_then_that_ends_is_not_remembered_as_a_departure_of_no_key():
     assert len(core.gone) == 0
 
 
-def test_no_more_records_are_to_be_removed_than_there_is_room_for():
-    room = Limits.__dataclass_fields__["pending_remove"].default
-    least = min(room, 1024)
+def test_no_more_records_are_to_be_removed_than_there_is_room_for(monkeypatch):
+    least = 1024
+    for module in ("blocks", "recovery"):
+        monkeypatch.setattr(f"kvstore.core.{module}.PENDING_REMOVE_MAX", least)
     gone = [block(0, 5, i.to_bytes(32, "little")) for i in range(least + 2)]
-    core, _ = started(gone=gone, pending_remove=least)
+    core, _ = started(gone=gone)
     assert core.outbox.removals_pending == least
     assert core.outbox.forgotten == 0
 

@@ -81,9 +81,10 @@ def books(core):
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(10))
-def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed, policy):
+def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed, policy, monkeypatch):
+    monkeypatch.setattr("kvstore.core.blocks.GONE_KEYS_MAX", 50)
     rng = random.Random(seed)
-    limits = Limits(reservations_per_client=20, gone_keys=50)
+    limits = Limits(reservations_per_client=20)
     cores = [
         kind(node_id=7, epoch=1, size_bytes=16 << 20, limits=limits, policy=POLICIES[policy])
         for kind in (NodeCore, OneByOne)

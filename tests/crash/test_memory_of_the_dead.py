@@ -11,10 +11,11 @@ from clocks import died_ago
 from redis_servers import wait_until
 from stores import MIB, NodeProcess, NodeThread
 
-from kvstore import Client, Limits
+from kvstore import Client
 from kvstore.cli.fleet import Fleet
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.nodedir import NodeDir
+from kvstore.segment.abandoned import Sweeper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
     from redis_servers import RedisServer
 
 SOON_S = 20.0
-OFTEN = Limits(sweep_every_s=0.1, redis_timeout_s=5.0, request_timeout_s=10.0)
+EVERY_S = 0.1
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sweeper, "every_s", EVERY_S)
 
 
 @pytest.fixture
@@ -53,8 +59,8 @@ def gone(files: list[Path]) -> bool:
 def test_another_node_frees_it_from_another_run_directory(
     dead: NodeProcess, redis_server: RedisServer
 ) -> None:
-    with NodeThread(redis_server, size_bytes=4 * MIB, limits=OFTEN):
-        time.sleep(3 * OFTEN.sweep_every_s)
+    with NodeThread(redis_server, size_bytes=4 * MIB):
+        time.sleep(3 * EVERY_S)
         assert all(path.exists() for path in dead.segment_files())  # it may come back yet
         files = let_time_pass(dead)
         wait_until(lambda: gone(files), "the node frees it", SOON_S)
@@ -63,13 +69,14 @@ def test_another_node_frees_it_from_another_run_directory(
 def test_a_clients_reaper_frees_it_while_the_client_asks_nothing(
     dead: NodeProcess, redis_server: RedisServer
 ) -> None:
-    with NodeThread(redis_server, size_bytes=4 * MIB) as other:
-        options = {**other.client_options, "limits": OFTEN}
-        with Client(**options) as client:
-            assert client.put("k", b"v")
-            assert client.get("k") == b"v"
-            files = let_time_pass(dead)
-            wait_until(lambda: gone(files), "the client frees it", SOON_S)
+    with (
+        NodeThread(redis_server, size_bytes=4 * MIB) as other,
+        Client(**other.client_options) as client,
+    ):
+        assert client.put("k", b"v")
+        assert client.get("k") == b"v"
+        files = let_time_pass(dead)
+        wait_until(lambda: gone(files), "the client frees it", SOON_S)
 
 
 def test_the_supervisor_frees_it(dead: NodeProcess, tmp_path: Path) -> None:
@@ -83,8 +90,8 @@ def test_the_supervisor_frees_it(dead: NodeProcess, tmp_path: Path) -> None:
 def test_a_node_that_comes_back_after_a_look_has_every_block(
     dead: NodeProcess, redis_server: RedisServer
 ) -> None:
-    with NodeThread(redis_server, size_bytes=4 * MIB, limits=OFTEN):
-        time.sleep(3 * OFTEN.sweep_every_s)
+    with NodeThread(redis_server, size_bytes=4 * MIB):
+        time.sleep(3 * EVERY_S)
         dead.start()
         with Client(**dead.client_options) as client:
             wait_until(lambda: client.get("k") == b"v" * 10_000, "a hit", SOON_S)
@@ -92,7 +99,7 @@ def test_a_node_that_comes_back_after_a_look_has_every_block(
 
 def test_whose_time_is_over_starts_empty(dead: NodeProcess, redis_server: RedisServer) -> None:
     files = let_time_pass(dead)
-    with NodeThread(redis_server, size_bytes=4 * MIB, limits=OFTEN):
+    with NodeThread(redis_server, size_bytes=4 * MIB):
         wait_until(lambda: gone(files), "the node frees it", SOON_S)
     dead.start()
     with Client(**dead.client_options) as client:

@@ -15,7 +15,7 @@ import pytest
 from contract.cuda import get, put
 
 from kvstore.cuda.base import address_of, wait
-from kvstore.cuda.batch import IN_ANY_ORDER, IN_STREAM_ORDER, PREFER_OVERLAP, batch_copies
+from kvstore.cuda.batch import IN_STREAM_ORDER, batch_copies
 from kvstore.cuda.bindings import BindingsDevice, open_device
 from kvstore.errors import DeviceError
 
@@ -67,14 +67,14 @@ class TestLocking:
         device.unregister_host(address)
 
 
-@pytest.mark.parametrize("order", [IN_STREAM_ORDER, IN_ANY_ORDER])
-@pytest.mark.parametrize("flags", [0, PREFER_OVERLAP])
+@pytest.mark.parametrize("order", [IN_STREAM_ORDER, 3])
+@pytest.mark.parametrize("flags", [0, 1])
 def test_batches_are_taken_with_every_attribute_that_the_settings_give(
     device: BindingsDevice, memory: int, order: int, flags: int
 ) -> None:
     batch = batch_copies(device.driver)
     assert batch is not None
-    batch._attributes.source_order, batch._attributes.flags = order, flags
+    batch.attributes.source_order, batch.attributes.flags = order, flags
     put(device, memory, bytes(range(256)) * 16)
     stream = device.stream()
     with device.current():

@@ -130,8 +130,11 @@ def capacity_is_whole(core: NodeCore) -> None:
 def test_any_sequence_of_messages_leaves_the_core_whole(
     messages: list[tuple[int, object]],
 ) -> None:
-    limits = Limits(reservations_per_client=3, pins_per_client=2, gone_keys=4, namespaces=2)
-    core = NodeCore(node_id=1, epoch=1, size_bytes=2 * MIB, limits=limits)
+    limits = Limits(reservations_per_client=3, pins_per_client=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstore.core.blocks.GONE_KEYS_MAX", 4)
+        patch.setattr("kvstore.core.node.NAMESPACES_MAX", 2)
+        core = NodeCore(node_id=1, epoch=1, size_bytes=2 * MIB, limits=limits)
     for now, (session, message) in enumerate(messages):
         try:
             event = control.decode(session, message)

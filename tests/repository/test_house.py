@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
+import settings_reference
+
+from kvstore.settings.reader import allowed_in
 
 ROOT = Path(__file__).parents[2]
 HOUSES = ("kvstore", "connector", "scripts")
@@ -59,6 +62,17 @@ of something else. A change that raises one says in its commit what it takes out
 not; one that lowers it lowers the number here. How many items pytest collects, scripts/test
 holds."""
 SIMULATOR = "kvstore/testing/sim/"
+SETTINGS = 79
+"""How many there are: fewer than 80. One more takes another out, or has its reason here."""
+TABLES_OF_OTHERS = {"connector.limits", "transfer.kv_connector_extra_config"}
+"""Names of a table that stand for one, whose names are counted there."""
+OTHER_WAYS = re.compile(
+    "KVSTORE_(URL|RUN_DIR|KV_[A-Z_]*|ENGINE_ID|TENSORRT_LLM|TLS_[A-Z_]*"
+    "|(SECRET|SALT|SIGNING_KEY)(_FILE)?)"
+)
+"""Variables that stand for names of tables: of one, or as a document of all names of one."""
+OF_SCRIPTS = {"KVSTORE_VENV", "KVSTORE_VLLM", "KVSTORE_NIXL", "KVSTORE_NVRTC"}
+"""Variables that the product knows and does not read (cli/checks/settings.py)."""
 FILES_REASON = re.compile(r"(?i)\b((in|hence) one file|one class,|longer than other files)(?=\W)")
 FUNCTIONS_REASON = "# Longer than other functions: "
 
@@ -163,6 +177,31 @@ def test_no_two_public_classes_have_one_name(texts: dict[str, str]) -> None:
     )
     twice = {name for name, count in counted.items() if count > 1 and not name.startswith("_")}
     assert twice == SAME_NAMES.keys()
+
+
+def settings(texts: Mapping[str, str]) -> set[str]:
+    """Every name of a table, every variable that stands for none, and what LMCache's server can be
+    told besides."""
+    found = {
+        f"{table}.{name}"
+        for table, kind in settings_reference.KINDS.items()
+        for name in allowed_in(kind)
+    } - TABLES_OF_OTHERS
+    for name, text in texts.items():
+        if name.startswith(("kvstore/", "connector/")):
+            variables = set(re.findall(r"\bKVSTORE_[A-Z][A-Z_]*\b", text)) - OF_SCRIPTS
+            found |= {one for one in variables if not OTHER_WAYS.fullmatch(one)}
+    (own,) = (
+        node.value
+        for node in ast.parse(texts["connector/adapters/lmcache/l2.py"]).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_OWN_SETTINGS"
+    )
+    assert isinstance(own, ast.Dict)
+    return found | {f"lmcache.{ast.unparse(name)}" for name in own.keys if name}
+
+
+def test_there_are_as_many_settings_as_one_takes_in(texts: dict[str, str]) -> None:
+    assert len(settings(texts)) == SETTINGS < 80, sorted(settings(texts))
 
 
 def test_a_folder_that_grows_is_found(tmp_path: Path) -> None:

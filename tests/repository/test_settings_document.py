@@ -22,13 +22,11 @@ def test_the_example_of_the_document_is_read_by_all_that_read_it(tmp_path):
     path.write_text(example[1])
     code = (
         "from kvstore.config_file import read_config\n"
-        "from kvstore.limits import STREAM_CONNECTIONS_MAX\n"
-        "from connector.limits import SAVE_JOBS_MAX\n"
         "from connector.settings import ConnectorSettings\n"
         "file = read_config(); file.security()\n"
         "made = ConnectorSettings.from_extra({})\n"
         "print(file.tables['connector']['tp_sizes'], file.limits().pins_per_client,"
-        " made.limits.request_timeout_s, STREAM_CONNECTIONS_MAX, SAVE_JOBS_MAX)"
+        " made.limits.request_timeout_s, made.limits.stream_connections_max)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", code],
@@ -38,4 +36,4 @@ def test_the_example_of_the_document_is_read_by_all_that_read_it(tmp_path):
         timeout=120,
         check=True,
     )
-    assert ran.stdout == "[1, 2] 8192 5.0 512 512\n"
+    assert ran.stdout == "[1, 2] 8192 5.0 512\n"

@@ -311,7 +311,8 @@ def test_no_two_starts_have_the_same_name(shm_dir):
 
 
 def test_a_sweeper_is_due_at_once_and_then_at_intervals(run_dir, shm_dir):
-    sweeper = Sweeper(run_dir, shm_dir=shm_dir, every_s=10)
+    sweeper = Sweeper(run_dir, shm_dir=shm_dir)
+    sweeper.every_s = 10
     assert [sweeper.due(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [
         True,
         False,

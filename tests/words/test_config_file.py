@@ -11,6 +11,7 @@ from connector.transfer.config import KVTransferConfig
 from kvstore import BlockSession, Limits, StreamSecurity, UsageError, tenant_salt
 from kvstore.config_file import read_config
 from kvstore.secret import SIGNING_KEY, secret
+from kvstore.settings.removed import CONSTANT, REMOVED
 from kvstore.settings.toml_file import CONFIG, CONFIG_BYTES_MAX
 
 
@@ -64,6 +65,33 @@ def test_what_is_wrong_in_it_is_said_and_no_secret_is_shown(written, text, says)
     with pytest.raises(UsageError, match=says) as caught:
         _ = read_config().limits(), read_config().security()
     assert "hunter2" not in str(caught.value)
+
+
+def test_what_was_a_setting_is_refused_with_what_became_of_it(written) -> None:
+    """Whoever reads the file for anything says so, whatever program gave it its limits."""
+    became = dict.fromkeys(("save_jobs_max", "ROUTER_STOP_S"), CONSTANT)
+    became = {("connector_limits", name): said for name, said in {**became, **REMOVED}.items()}
+    became |= {("limits", name): said for name, said in REMOVED.items()}
+    for (table, name), said in became.items():
+        path = written(f"[{table}]\n{name} = 3\n")
+        with pytest.raises(UsageError) as caught:
+            StreamSecurity.from_environment()
+        assert str(caught.value) == f"{path} [{table}]={name!r}: {said}"
+    assert len(became) > 60
+
+
+def test_a_limit_that_was_a_setting_is_refused_wherever_an_engine_has_it(written) -> None:
+    written("")
+    with pytest.raises(UsageError, match=r"extra_config.limits='gone_keys': is a constant now"):
+        ConnectorSettings.from_extra({"limits": {"gone_keys": 5}})
+    written("[connector]\nlimits = {names = 5}\n")
+    with pytest.raises(UsageError, match=r"\[connector\].limits='names': is a constant now"):
+        ConnectorSettings.from_extra({})
+
+
+def test_nothing_is_removed_and_there() -> None:
+    there = REMOVED.keys() & {*Limits.__slots__, *ConnectorSettings.__slots__}
+    assert there == {name for name, said in REMOVED.items() if "[connector]" in said}
 
 
 def test_a_file_that_is_not_there_is_an_error_not_the_defaults(monkeypatch, tmp_path) -> None:

@@ -57,7 +57,7 @@ _REMEDIES = {
     "device's memory for each GiB, and the system may have too little to lock",
     "not_supported": "The device locks no memory that is mapped read-only",
     "operating_system": "The system refuses: look at the container's memory limit",
-    "limit": "PAGE_LOCK_BYTES_MAX (connector_limits) is reached: that is all of it",
+    "limit": "page_lock_bytes_max is reached: that is all of it",
 }
 
 

@@ -22,7 +22,7 @@ from connector.copiers.cuda.kernel_plan import (
 )
 from connector.copiers.cuda.nvrtc import NoKernelError, compiled
 from connector.copiers.cuda.page_lock import LockedPool
-from connector.limits import DEVICE_STAGING_BUFFERS, DEVICE_STREAM_PRIORITY
+from connector.limits import DEVICE_STAGING_BUFFERS
 from kvstore import DeviceError, cuda_device
 
 if TYPE_CHECKING:
@@ -61,16 +61,9 @@ class Cuda:
             module = self.call(self.driver.cuModuleLoadData, code)
             return {name: self.call(get, module, name.encode()) for name in KERNELS}
 
-    def copy(
-        self,
-        copies: Sequence[tuple[int, int, int]],
-        stream: CudaStream,
-        *,
-        complete: bool = False,
-    ) -> None:
-        """Queue copies (to, from, bytes), to be carried out in any order; `complete` says that
-        nothing writes to their sources any more."""
-        self._opened.copy_many(copies, stream.handle, complete=complete)
+    def copy(self, copies: Sequence[tuple[int, int, int]], stream: CudaStream) -> None:
+        """Queue copies (to, from, bytes), to be carried out in any order."""
+        self._opened.copy_many(copies, stream.handle)
 
     # `page_lock.Registrar`
 
@@ -94,16 +87,15 @@ class CudaStream:
         driver = cuda.driver
         self._cuda = cuda
         # Not one of torch's streams: it hands out 32 in turn, and this could be the engine's
-        # too, even while it captures a graph there. Of the highest priority by default: the few
+        # too, even while it captures a graph there. Of the highest priority: the few
         # blocks of our kernel do not stand in line behind the many of a forward while the bus has
         # nothing.
         with cuda.scope():
-            error, lowest, highest = driver.cuCtxGetStreamPriorityRange()
+            error, _, highest = driver.cuCtxGetStreamPriorityRange()
             if int(error) != 0:
                 cuda.call.fail("cuCtxGetStreamPriorityRange", error)
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            priority = lowest if DEVICE_STREAM_PRIORITY == "lowest" else highest
-            self.handle = cuda.call(driver.cuStreamCreateWithPriority, flags, priority)
+            self.handle = cuda.call(driver.cuStreamCreateWithPriority, flags, highest)
             # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
             self._done = self._event(int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC))
         self._marks: dict[int, object] = {}
@@ -192,8 +184,7 @@ class CudaLane:
     def fetch(self, copies: Sequence[StagedCopy]) -> None:
         cuda, driver = self.copies.begin()
         whole = [(staged, p.address, p.row_bytes) for p, staged in copies if p.rows == 1]
-        # What is loaded was sealed before: unlike a staging buffer, no kernel fills it.
-        cuda.copy(whole, self.copies, complete=True)
+        cuda.copy(whole, self.copies)
         for place, staged in copies:
             if place.rows == 1:
                 continue

@@ -11,7 +11,7 @@ from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of, staging_buffer_bytes
 from connector.copiers.cuda.page_lock import LockedPool
 from connector.copiers.cuda.torch_copier import TorchCopier
-from connector.limits import DEVICE_PAGES_MAX
+from connector.limits import DEVICE_PAGES_MAX, PAGE_LOCK_BYTES_MAX
 from kvstore import KVStoreError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def device_memory(
     groups: Sequence[Group],
     mappings: Callable[[], Sequence[PoolMapping]],
     count: Callable[[int, str], None],
+    page_lock_bytes_max: int = PAGE_LOCK_BYTES_MAX,
 ) -> KVMemory:
     """See `connector.copiers.registered.kv_memory`. All groups are on one CUDA device."""
     from connector.copiers.cuda.queue import Cuda, QueuedDevice
@@ -37,7 +38,7 @@ def device_memory(
     try:
         cuda = Cuda(groups[0][0][0].device)
         layouts = [layout_of(*group) for group in groups]
-        pool = LockedPool(cuda, mappings, count)
+        pool = LockedPool(cuda, mappings, count, bytes_max=page_lock_bytes_max)
         device = QueuedDevice(
             cuda,
             staging_buffer_bytes(layouts),

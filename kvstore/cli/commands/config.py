@@ -12,11 +12,10 @@ from kvstore.cli.node_table import VARIABLES, node_table
 from kvstore.cli.options import no_password, use_config
 from kvstore.config_file import ConfigFile, SecurityFiles, read_config
 from kvstore.index.redis.url import redacted
-from kvstore.limits import MOVABLE
 from kvstore.settings.reader import allowed_in
 from kvstore.settings.toml_file import CONFIG
 
-FOR_ENGINES = ("connector", "connector_limits", "transfer")
+FOR_ENGINES = ("connector", "transfer")
 """Tables that an engine reads and checks when it starts."""
 
 
@@ -40,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
 def _lines(file: ConfigFile) -> Iterator[str]:
     yield "\n[limits]"
     yield from _table(file, "limits", file.limits(), {})
-    yield from _table(file, "limits", MOVABLE.in_force(), {})
     yield "\n[security]"
     yield from _table(file, "security", file.security(), _security_variables())
     yield "\n[node]"

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from kvstore.types import TAG_BYTES, Key
 
+GONE_KEYS_MAX = 1 << 15
+"""Keys that a node remembers so for `explain`: about 170 bytes each."""
 _PREFIX = slice(TAG_BYTES, TAG_BYTES + 8)
 """64 bits of the digest stand for a key: a mix-up costs a wrong reason, once in 2**48 questions."""
 

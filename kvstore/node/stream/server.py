@@ -18,7 +18,6 @@ from math import inf
 
 from kvstore.errors import NodeUnavailableError, PeerError, UsageError
 from kvstore.limits import (
-    STREAM_CONNECTIONS_MAX,
     STREAM_HANDSHAKE_TIMEOUT_S,
 )
 from kvstore.machine import REAL
@@ -103,6 +102,7 @@ class StreamServer:
         self._node = (announcement.node_id, announcement.epoch)
         self._name = announcement.name
         self._security = config.security
+        self._guests_max = config.limits.stream_connections_max
         tls = self._security.server_context()
         try:
             self._listener = listen(host, port)
@@ -250,7 +250,7 @@ class StreamServer:
 
     def _make_room(self) -> bool:
         """Whether there is room for one more. The caller holds the lock."""
-        if len(self._guests) < share(STREAM_CONNECTIONS_MAX, 4):
+        if len(self._guests) < share(self._guests_max, 4):
             return True
         idle = [(at, id(guest), guest) for guest in self._guests if (at := guest.idle_since)]
         since, _, longest = min(idle, default=(inf, 0, None))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PART_BYTES_MIN = 4000
 """So that puts of several values are worked on in parts, as large ones are."""
+GONE_KEYS_MAX, PENDING_REMOVE_MAX = 64, 1000
+"""So that a node of a few blocks reaches them."""
 
 
 def _edges(world: World) -> Iterator[tuple[ModuleType, str, object]]:
@@ -35,6 +37,8 @@ def _edges(world: World) -> Iterator[tuple[ModuleType, str, object]]:
     threads = SimpleNamespace(local=threading.local, Thread=lambda **_: no_thread)
     yield pins, "threading", threads
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
+    yield blocks, "GONE_KEYS_MAX", GONE_KEYS_MAX
+    yield blocks, "PENDING_REMOVE_MAX", PENDING_REMOVE_MAX
     for module in (reader, fetch, batch_read):
         yield module, "copy", lambda to, from_: memory.copy(world, to, from_)
     # In Python unless asked otherwise: a seed is the same run on every machine.

@@ -37,8 +37,6 @@ LIMITS = Limits(
     inline_bytes=6000,
     reservations_per_client=12,
     pins_per_client=6,
-    pending_remove=1000,
-    gone_keys=64,
 )
 TURN_ITEMS = 2
 AT_ONCE_ITEMS = MESSAGE_ITEMS + TURN_ITEMS

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 from explain_parts import BLOCK_TOKENS, FIELDS, TOKENS, fresh, save, why
 from redis_servers import wait_until
@@ -183,16 +182,18 @@ def test_refused_for_lack_of_space(redis_server):
         assert (missing.reason, missing.node) == (MissReason.REFUSED, "node")
 
 
-def test_only_the_last_so_many_departures_are_remembered_and_it_says_how_far_back(redis_server):
+def test_only_the_last_so_many_departures_are_remembered_and_it_says_how_far_back(
+    redis_server, monkeypatch
+):
     """A node's own limit is 32768; the same code with a limit of 2 is quicker to fill."""
     with NodeProcess(redis_server) as place:
-        limits = replace(PATIENT, gone_keys=2)
+        monkeypatch.setattr("kvstore.core.blocks.GONE_KEYS_MAX", 2)
         prefix = f"{place.key_prefix}-2"
         opened = open_guarded(
-            redis_server.url, key_prefix=prefix, run_dir=place.run_dir, limits=limits
+            redis_server.url, key_prefix=prefix, run_dir=place.run_dir, limits=PATIENT
         )
         config = NodeConfig(
-            run_dir=place.run_dir, name="small", size_bytes=MIB, key_prefix=prefix, limits=limits
+            run_dir=place.run_dir, name="small", size_bytes=MIB, key_prefix=prefix, limits=PATIENT
         )
         with Node(config, opened.index), fresh(place, key_prefix=prefix) as client:
             client.put_many(dict.fromkeys("abc", b"1"))

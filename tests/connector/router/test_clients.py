@@ -40,17 +40,20 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
 @contextmanager
-def process(engine: str, limits: str = "") -> Iterator[tuple[int, Path]]:
+def process(engine: str, head_timeout_s: float | None = None) -> Iterator[tuple[int, Path]]:
     """The port and the log of a router that may open `FILES` files."""
+    code = "from connector.router import clients, run\n"
+    if head_timeout_s is not None:
+        code += f"clients.ROUTER_HEAD_TIMEOUT_S = {head_timeout_s}\n"
     with tempfile.TemporaryDirectory(prefix="kvr-", ignore_cleanup_errors=True) as folder:
-        config, log = Path(folder) / "config.toml", Path(folder) / "log"
-        config.write_text(f"[connector_limits]\n{limits}")
-        words = [sys.executable, "-m", "connector.router", "--decode", engine, "--no-tokenize"]
+        log = Path(folder) / "log"
+        words = [sys.executable, "-c", f"{code}raise SystemExit(run.main())"]
+        words += ["--decode", engine, "--no-tokenize"]
         limited = f'ulimit -n {FILES}; exec "$@"'
         with held_ports(1) as (port,), log.open("wb") as out:
             running = subprocess.Popen(
                 ["sh", "-c", limited, "sh", *words, "--port", str(port)],
-                env={**os.environ, "KVSTORE_RUN_DIR": folder, "KVSTORE_CONFIG": str(config)},
+                env={**os.environ, "KVSTORE_RUN_DIR": folder},
                 stderr=out,
             )
             try:
@@ -97,7 +100,7 @@ def many_files() -> Iterator[None]:
 @pytest.mark.usefixtures("many_files")
 def test_silent_clients_keep_nobody_out_and_are_hung_up_on() -> None:
     """300 of them at 256 descriptors: it answered nobody any more, and logged it without end."""
-    with process("http://127.0.0.1:1", "router_head_timeout_s = 2.0\n") as (port, log):
+    with process("http://127.0.0.1:1", head_timeout_s=2.0) as (port, log):
         crowd = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(2 * FILES)]
         for one in crowd[::2]:
             with_head(one)

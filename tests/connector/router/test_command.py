@@ -104,14 +104,13 @@ STOP_S = 15.0
 )
 def test_it_ends_soon_whatever_has_not_come_yet(half: bytes, tmp_path: Path, run_dir: Path) -> None:
     pytest.importorskip("aiohttp")
-    config = tmp_path / "config.toml"
-    config.write_text("[connector_limits]\nROUTER_STOP_S = 1.0\n")
+    soon = "from connector.router import run; run.ROUTER_STOP_S = 1.0; raise SystemExit(run.main())"
     with held_ports(1) as (port,), socket.create_server(("127.0.0.1", 0)) as engine:
         hangs = f"http://127.0.0.1:{engine.getsockname()[1]}"
         process = subprocess.Popen(
-            [sys.executable, "-m", "connector.router", "--port", str(port), "--decode", hangs],
+            [sys.executable, "-c", soon, "--port", str(port), "--decode", hangs],
             cwd=tmp_path,
-            env={**os.environ, "KVSTORE_RUN_DIR": str(run_dir), "KVSTORE_CONFIG": str(config)},
+            env={**os.environ, "KVSTORE_RUN_DIR": str(run_dir)},
         )
         clients = []
         try:

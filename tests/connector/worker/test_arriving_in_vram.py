@@ -125,7 +125,7 @@ class Consumer:
         self.store = store
         self.session = store._store
 
-        def memory(groups: Any, block_tokens: int, mappings: Any, count: Any) -> KVMemory:
+        def memory(groups: Any, block_tokens: int, mappings: Any, count: Any, *_: Any) -> KVMemory:
             ((kv, geometry),) = groups
             self.copier = Noting(
                 layout_of(list(kv.values()), geometry, block_tokens), HostDevice(1)

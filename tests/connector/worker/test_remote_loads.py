@@ -81,7 +81,7 @@ def test_where_blocks_of_other_hosts_arrive_is_page_locked_like_the_store(near, 
     """Else all that comes over the network goes to the device by the driver's own staging."""
     asked = []
 
-    def memory(groups, block_tokens, mappings, count):
+    def memory(groups, block_tokens, mappings, count, *_):
         asked.append(mappings)
         return kv_memory(groups, block_tokens)
 

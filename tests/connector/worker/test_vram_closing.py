@@ -57,7 +57,7 @@ def test_vram_has_drained_before_host_memory_is_unlocked(node, tmp_path, monkeyp
     registrar = Registrar(device)
     pools = []
 
-    def memory(groups, block_tokens, mappings, count):
+    def memory(groups, block_tokens, mappings, count, *_):
         pools.append(LockedPool(registrar, mappings, count))
         blocks = [
             DeviceCopier(layout_of(list(kv.values()), geometry, block_tokens), HostDevice(1))

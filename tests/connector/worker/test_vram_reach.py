@@ -118,7 +118,7 @@ def make(node: NodeThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngi
     made: list[Engine] = []
     models: list[ModelCuda] = []
 
-    def memory(groups: Any, block_tokens: int, mappings: Any, count: Any) -> KVMemory:
+    def memory(groups: Any, block_tokens: int, mappings: Any, count: Any, *_: Any) -> KVMemory:
         blocks = [
             DeviceCopier(layout_of(list(kv.values()), geometry, block_tokens), HostDevice(1))
             for kv, geometry in groups

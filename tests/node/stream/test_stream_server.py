@@ -14,6 +14,7 @@ from stores import announcement
 from tls_certificate import certificate
 
 from kvstore.errors import NodeUnavailableError, UsageError
+from kvstore.limits import Limits
 from kvstore.node import NodeConfig
 from kvstore.node.stream import server, service, unproven
 from kvstore.protocol import stream_handshake as sh
@@ -32,21 +33,21 @@ def signed(tmp_path_factory):
     return certificate(tmp_path_factory.mktemp("tls"))
 
 
-def place_with(tmp_path, files):
+def place_with(tmp_path, files, **config):
     """A node, and clients whose security fits it."""
     theirs, ours = SECURITY, SECURITY
     if files is not None:
         theirs = dataclasses.replace(SECURITY, tls_cert=files[0], tls_key=files[1])
         ours = dataclasses.replace(SECURITY, tls_ca=files[0])
-    return Place(tmp_path, lambda place: StreamTransport(ours), security=theirs), ours
+    return Place(tmp_path, lambda place: StreamTransport(ours), security=theirs, **config), ours
 
 
 @pytest.fixture(params=["tcp", "tls"])
-def served(request, tmp_path, monkeypatch):
+def served(request, tmp_path):
     """A place whose node takes `FEW` connections, and a way to be one client more."""
-    monkeypatch.setattr(server, "STREAM_CONNECTIONS_MAX", FEW)
     files = request.getfixturevalue("signed") if request.param == "tls" else None
-    place, security = place_with(tmp_path, files)
+    limits = Limits(stream_connections_max=FEW)
+    place, security = place_with(tmp_path, files, limits=limits)
     others = []
 
     def another():

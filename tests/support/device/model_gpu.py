@@ -111,7 +111,11 @@ class ModelGpu:
         return np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), np.uint8)
 
     def memory(
-        self, groups: Sequence[tuple[Any, Any, int]], mappings: Callable[[], Any], count: Any
+        self,
+        groups: Sequence[tuple[Any, Any, int]],
+        mappings: Callable[[], Any],
+        count: Any,
+        page_lock_bytes_max: int,
     ) -> KVMemory:
         """Stand in the place of `connector.copiers.cuda.start.device_memory`."""
         layouts = [layout_of(*group) for group in groups]

@@ -6,6 +6,7 @@ answers is given to the second as a router does, unchanged.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from connector_parts import TO_PREFILL
 from vllm_model_config import BLOCK, ENGINE_BLOCK
 from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
-from connector.limits import HAND_OVER_WAIT_S
 from kvstore import LookupResult, MissReason
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -163,21 +163,25 @@ def test_an_index_that_is_late_once_does_not_end_the_wait(
     assert len(asked) > 4
 
 
-def test_what_never_comes_is_computed(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connector.scheduler.scheduler.HAND_OVER_WAIT_S", HAND_OVER_WAIT_S / 20)
+def test_what_never_comes_is_computed_after_the_wait_that_an_operator_sets(
+    make: MakeEngine,
+) -> None:
     tokens = prompt(2 * BLOCK + 9)
     told = {"do_remote_prefill": True, "kvstore_tokens": len(tokens)}
-    assert decode(make(role="kv_consumer"), tokens, told) == len(tokens)
+    began = time.monotonic()
+    engine = make(role="kv_consumer", hand_over_wait_s=0.1)
+    assert decode(engine, tokens, told) == len(tokens)
+    assert time.monotonic() - began >= 0.1
 
 
 @pytest.mark.parametrize("told", [{"do_remote_prefill": True}, {"do_remote_prefill": "yes"}])
 @pytest.mark.parametrize("count", ["many", -3, 10**9, None, True])
 def test_what_a_router_makes_up_does_no_harm(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any], count: object
+    make: MakeEngine, told: dict[str, Any], count: object
 ) -> None:
-    monkeypatch.setattr("connector.scheduler.scheduler.HAND_OVER_WAIT_S", HAND_OVER_WAIT_S / 20)
     tokens = prompt(BLOCK + 9)
-    assert decode(make(), tokens, {**told, "kvstore_tokens": count}) == len(tokens)
+    engine = make(hand_over_wait_s=0.1)
+    assert decode(engine, tokens, {**told, "kvstore_tokens": count}) == len(tokens)
 
 
 def test_a_part_that_is_lost_on_the_way_is_computed(

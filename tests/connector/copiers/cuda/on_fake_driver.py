@@ -358,21 +358,15 @@ def test_functions_called_for_a_block_keep_to_their_budget(cuda: Any) -> None:
         assert (more.functions - less.functions) / 24 <= FUNCTIONS_A_BLOCK_MAX
 
 
-@pytest.mark.parametrize("setting", ["highest", "lowest"])
-def test_our_streams_go_first_or_last_as_an_operator_says(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
+def test_our_streams_go_first(cuda: Any) -> None:
     from connector.copiers.cuda import queue
 
-    assert queue.DEVICE_STREAM_PRIORITY == "highest"
-    monkeypatch.setattr(queue, "DEVICE_STREAM_PRIORITY", setting)
     lane = queue.CudaLane(cuda, 2, 1 << 20, 1 << 10)
     with cuda.scope():
         _, lowest, highest = driver.cuCtxGetStreamPriorityRange()
         assert highest < lowest
-        expected = {"highest": highest, "lowest": lowest}[setting]
         for stream in (lane.kernels, lane.copies):
-            assert cuda.call(driver.cuStreamGetPriority, stream.handle) == expected
+            assert cuda.call(driver.cuStreamGetPriority, stream.handle) == highest
 
 
 @contextmanager
@@ -386,9 +380,14 @@ def device_anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("FAKE_HOST_POINTERS", "0"), ("FAKE_DRIVER_VERSION", "12070")]
+    ("variable", "value"),
+    [
+        ("FAKE_HOST_POINTERS", "0"),
+        ("FAKE_DRIVER_VERSION", "12070"),
+        ("KVSTORE_CUDA_BATCH", "no"),
+    ],
 )
-def test_a_device_that_takes_no_addresses_of_locked_memory_is_given_single_copies(
+def test_a_device_that_takes_no_addresses_of_locked_memory_or_an_operator_is_given_single_copies(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -398,46 +397,18 @@ def test_a_device_that_takes_no_addresses_of_locked_memory_is_given_single_copie
     assert batches() == before
 
 
-@pytest.mark.parametrize(("most", "calls"), [(1, 0), (3, 40), (4, 20)])
-def test_an_operator_says_how_many_copies_one_call_has(
+@pytest.mark.parametrize(("most", "calls"), [(3, 40), (4, 20)])
+def test_one_call_has_at_most_so_many_copies(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, most: int, calls: int
 ) -> None:
-    from kvstore.cuda import batch, bindings
+    from kvstore.cuda import bindings
 
-    for module in (batch, bindings):
-        monkeypatch.setattr(module, "CUDA_BATCH_COPIES_MAX", most)
+    monkeypatch.setattr(bindings, "CUDA_BATCH_COPIES_MAX", most)
     before = batches()
     with device_anew():
         assert saved_and_loaded(cuda)
     # Of four copies three go together and one is left, which is a call of its own.
     assert batches()[0] - before[0] == min(calls, 20)
-
-
-@pytest.mark.parametrize("order", ["stream", "any"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_attributes_of_batches_are_settings_and_what_is_saved_is_read_in_its_turn(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, order: str, overlap: bool
-) -> None:
-    """A staging buffer is filled by a kernel before it: read at any time it has other bytes."""
-    from kvstore.cuda import batch
-
-    monkeypatch.setattr(batch, "CUDA_BATCH_SOURCE_ORDER", order)
-    monkeypatch.setattr(batch, "CUDA_BATCH_OVERLAP", overlap)
-    seen = set()
-    real = batch.BatchCopies.__call__
-
-    def noted(self: Any, copies: Any, stream: int, *, complete: bool = False) -> int:
-        answer = real(self, copies, stream, complete=complete)
-        attributes = ctypes.c_int(), ctypes.c_int()
-        ctypes.CDLL("libcuda.so.1").fake_batch_attributes(*map(ctypes.byref, attributes))
-        seen.add((complete, *(one.value for one in attributes)))
-        return answer
-
-    monkeypatch.setattr(batch.BatchCopies, "__call__", noted)
-    with device_anew():
-        assert all(saved_and_loaded(cuda) for _ in range(3))
-    expected = {"stream": 1, "any": 3}[order]
-    assert seen == {(False, 1, int(overlap)), (True, expected, int(overlap))}
 
 
 @pytest.mark.parametrize("answer", ["stage", "refuse"])

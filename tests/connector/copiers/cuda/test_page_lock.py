@@ -189,7 +189,7 @@ def test_no_more_is_locked_than_the_limit_says(
     lock(world)
     assert world.counted == [(PART, ""), (PART, ""), (PART, "limit")]
     assert len(world.registrar.locked) == 2
-    assert "PAGE_LOCK_BYTES_MAX" in caplog.text
+    assert "page_lock_bytes_max" in caplog.text
     world.there = []
     world.pool.look()
     world.there = [world.segment.map(writable=True)]

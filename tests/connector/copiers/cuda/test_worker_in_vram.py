@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def memory(groups: Any, block_tokens: int, mappings: Any, count: Any) -> KVMemory:
+    def memory(groups: Any, block_tokens: int, mappings: Any, count: Any, *_: Any) -> KVMemory:
         device = HostDevice(1)
         blocks = [
             DeviceCopier(layout_of(list(kv.values()), geometry, block_tokens), device)

@@ -9,16 +9,31 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from connector_parts import Worker, bits, keys, load_job, loaded, save, save_job, taken
+from connector_parts import (
+    GEOMETRY,
+    Worker,
+    bits,
+    keys,
+    kv_tensors,
+    load_job,
+    loaded,
+    save,
+    save_job,
+    taken,
+)
 from host_device import HostDevice
 
+from connector import build
+from connector.build import EngineShape
 from connector.copiers.base import KVMemory
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
 from connector.copiers.cuda.page_lock import LockedPool, address_of
 from connector.copiers.cuda.start import device_memory
+from connector.layout.topology import TpKVTopology
+from connector.settings import ConnectorSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
-from kvstore import BlockSession
+from kvstore import BlockSession, DeviceError
 from kvstore.testing.blockstore import MemoryBlockStore
 
 if TYPE_CHECKING:
@@ -35,7 +50,9 @@ class Devices:
         self.made: list[HostDevice] = []
         self.closed = 0
 
-    def memory(self, groups: Any, block_tokens: int, mappings: Any, count: Any) -> KVMemory:
+    def memory(
+        self, groups: Any, block_tokens: int, mappings: Any, count: Any, *_: Any
+    ) -> KVMemory:
         device = HostDevice(len(self.made))
         self.made.append(device)
         blocks = [
@@ -182,6 +199,26 @@ def test_without_the_kernel_torch_copies_and_one_warning_says_so(
     assert "no such library" in caplog.text
 
 
+def test_an_operator_says_how_much_of_the_stores_memory_is_page_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def pool(*_: object, bytes_max: int) -> None:
+        made.append(bytes_max)
+        raise DeviceError("no more is wanted to be known")
+
+    monkeypatch.setattr("connector.copiers.cuda.start.LockedPool", pool)
+    monkeypatch.setattr("connector.copiers.cuda.queue.Cuda", str)
+    monkeypatch.setattr("connector.copiers.cuda.start.TorchCopier", lambda *_: None)
+    monkeypatch.setattr(build, "open_in_vram", lambda *_, **__: MemoryBlockStore())
+    shape = EngineShape.of_one_group(GEOMETRY, TpKVTopology.of(), {"model": "m"})
+    worker = build.worker_side(ConnectorSettings(page_lock_bytes_max=5), shape, 0)
+    worker.register_kv_caches({name: kv.to("meta") for name, kv in kv_tensors(8).items()})
+    worker.close()
+    assert made == [5]
+
+
 class Registrar:
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
         return "" if writable else "not_supported"
@@ -197,7 +234,7 @@ def test_trap_through_a_real_node_every_copy_is_of_memory_that_is_locked(
     reached: list[int] = []
     pools: list[LockedPool] = []
 
-    def memory(groups: Any, block_tokens: int, mappings: Any, count: Any) -> KVMemory:
+    def memory(groups: Any, block_tokens: int, mappings: Any, count: Any, *_: Any) -> KVMemory:
         ((kv, geometry),) = groups
         device, pool = HostDevice(1), LockedPool(Registrar(), mappings, count)
         pools.append(pool)

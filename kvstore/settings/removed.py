@@ -1,0 +1,29 @@
+"""Says what became of names that the operator's file had; each is refused with that."""
+
+from __future__ import annotations
+
+CONSTANT = "is a constant now; docs/settings.md lists what can be set"
+CONSTANTS = """
+anothers_bytes_max cgroup_reserve_bytes checked_bytes_per_s_max claimed_bytes_max
+cuda_batch_overlap cuda_batch_source_order cuda_ipc_drain_s cuda_ipc_nodes_max cuda_ipc_open_s
+cuda_ipc_window_bytes demote_blocks_max demote_bytes_max embedded_node_bytes_min
+event_answer_bytes_max event_answer_taken_s event_answers_max event_backlog_max event_blocks_max
+event_connections_max event_messages_waiting_max event_replays_max event_sources_max
+events_answer_s events_silent_s expired_at_once_bytes first_answer_wait_s first_node_wait_s
+first_question_wait_s gone_keys index_looked_after_every_s index_warned_every_s lookup_links_max
+moved_bytes_max names names_kept_max names_looked_up_max names_waiting_max namespaces
+nixl_owner_retry_after_max_s nixl_peers_max nixl_quarantined_max pending_remove publish_links_max
+redis_args_max replace_tries reset_timeout_s scrub_keys_max segments_seen_max shm_reserve_bytes
+stream_connections_per_node stream_connections_per_read stream_handshake_timeout_s
+stream_idle_timeout_s stream_nodes_at_once stream_reserved_share stream_share_bytes
+stream_slow_bytes_per_s stream_unproven_max stream_unproven_per_address_max sweep_every_s told_max
+weight_files_max weights_threads weights_timeout_s
+"""
+REMOVED = {
+    **dict.fromkeys(CONSTANTS.split(), CONSTANT),
+    "cuda_batch_copies_max": "is the variable KVSTORE_CUDA_BATCH now: for 1, set it to no",
+    "hand_over_wait_s": "belongs into [connector] now",
+    "page_lock_bytes_max": "belongs into [connector] now",
+}
+GONE = "connector_limits"
+"""A table that is gone; what it had besides those names are constants."""
