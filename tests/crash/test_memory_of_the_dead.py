@@ -27,7 +27,7 @@ SOON_S = 20.0
 EVERY_S = 0.1
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sweeper, "every_s", EVERY_S)
 
@@ -56,6 +56,7 @@ def gone(files: list[Path]) -> bool:
     return len(files) == 2 and not any(path.exists() for path in files)
 
 
+@pytest.mark.usefixtures("often")
 def test_another_node_frees_it_from_another_run_directory(
     dead: NodeProcess, redis_server: RedisServer
 ) -> None:
@@ -66,6 +67,7 @@ def test_another_node_frees_it_from_another_run_directory(
         wait_until(lambda: gone(files), "the node frees it", SOON_S)
 
 
+@pytest.mark.usefixtures("often")
 def test_a_clients_reaper_frees_it_while_the_client_asks_nothing(
     dead: NodeProcess, redis_server: RedisServer
 ) -> None:
@@ -87,6 +89,7 @@ def test_the_supervisor_frees_it(dead: NodeProcess, tmp_path: Path) -> None:
     assert gone(files)
 
 
+@pytest.mark.usefixtures("often")
 def test_a_node_that_comes_back_after_a_look_has_every_block(
     dead: NodeProcess, redis_server: RedisServer
 ) -> None:
@@ -97,6 +100,7 @@ def test_a_node_that_comes_back_after_a_look_has_every_block(
             wait_until(lambda: client.get("k") == b"v" * 10_000, "a hit", SOON_S)
 
 
+@pytest.mark.usefixtures("often")
 def test_whose_time_is_over_starts_empty(dead: NodeProcess, redis_server: RedisServer) -> None:
     files = let_time_pass(dead)
     with NodeThread(redis_server, size_bytes=4 * MIB):
