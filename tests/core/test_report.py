@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from kvstore.core import node as node_module
 from kvstore.core.events import Commit, Drop, Listing, Named, Pin, Reserve, Touch
 from kvstore.core.node import NodeCore
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 
+if TYPE_CHECKING:
+    import pytest
+
 KEYS = [Namespace.named("test").value_key(f"k{i}") for i in range(4)]
 
 
-def core(**limits: int) -> NodeCore:
-    return NodeCore(node_id=5, epoch=9, size_bytes=64 << 10, limits=Limits(**limits))
+def core() -> NodeCore:
+    return NodeCore(node_id=5, epoch=9, size_bytes=64 << 10, limits=Limits())
 
 
 def put(node: NodeCore, key: bytes, now: float) -> None:
@@ -52,8 +58,11 @@ def test_names_of_what_is_not_there_or_has_gone_are_not_kept() -> None:
     assert len(node.names) == 0
 
 
-def test_no_more_names_are_kept_than_the_limit_says_the_first_told_go_first() -> None:
-    node = core(names=2)
+def test_no_more_names_are_kept_than_the_limit_says_the_first_told_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_module, "NAMES_MAX", 2)
+    node = core()
     for key in KEYS[:3]:
         put(node, key, 1.0)
         node.handle(Named(1, [key], [key[:4]]), 1.0)

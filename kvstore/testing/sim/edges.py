@@ -17,6 +17,7 @@ from kvstore.client import pins, reader
 from kvstore.client.remote import fetch
 from kvstore.client.values import put_pipeline
 from kvstore.compiled import part
+from kvstore.core import blocks
 from kvstore.segment import batch_read, shm
 from kvstore.testing.sim.models import memory
 
