@@ -30,7 +30,7 @@ from kvstore.index.redis.url import parse_url
 from kvstore.keys import SALT_FIELD, Namespace
 from kvstore.limits import RESET_TIMEOUT_S, Limits
 from kvstore.secret import tenant_salt
-from kvstore.transport.select import SHM
+from kvstore.transport.registry import SHM
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import (
     EXISTS,

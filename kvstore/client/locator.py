@@ -19,7 +19,7 @@ from kvstore.limits import BATCH_KEYS_MAX, Limits
 from kvstore.record import RecordSigner, node_start_of, unpack_record
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
-from kvstore.transport.select import TRANSPORTS
+from kvstore.transport.registry import TRANSPORTS
 from kvstore.types import Key, StrPath
 
 

@@ -19,7 +19,7 @@ from kvstore.limits import RESET_LISTENS_S, RESET_NAMESPACES_MAX
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, announced
 from kvstore.record import RecordSigner
-from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+from kvstore.transport.registry import CUDA_IPC
 
 POLL_S = 0.05
 

@@ -63,7 +63,7 @@ from kvstore.client.missing.explanation import Missing
 from kvstore.client.missing.readability import Reach, Readability
 from kvstore.client.reader import AnyPlace, Place, Reader, UnmappedPlace
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
-from kvstore.client.remote.reader import NIXL_TO_VRAM, RemoteNodes
+from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_everywhere import reset_everywhere
 from kvstore.client.values.dropping import drop_everywhere
@@ -86,9 +86,8 @@ from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.unmapped import UnmappedShm
-from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceBlock
-from kvstore.transport.select import SHM, TRANSPORTS, allowed
+from kvstore.transport.registry import CUDA_IPC, SHM, allowed
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, Retained, StrPath, Tier
 
@@ -116,7 +115,7 @@ class BlockSession(Uncopied):
     `signing_key` (None: KVSTORE_SIGNING_KEY) only records signed with it count. With
     `node_size_bytes` the first save starts the embedded memory node, of that size,
     when there is neither a URL nor a node. `transports` are those that may be used
-    (transport/select.py; None takes KVSTORE_TRANSPORTS, else all): without "shm" the
+    (transport/registry.py; None takes KVSTORE_TRANSPORTS, else all): without "shm" the
     nodes of this host are as far away as any other. `security` is what streams are
     protected by; None takes it from the environment. With a `device`, blocks that nodes
     of this host keep in VRAM are read too. `sees_vram` is for a process without one that
@@ -440,9 +439,8 @@ class BlockSession(Uncopied):
         )
 
     def read_bytes(self) -> Mapping[str, int]:
-        counts = self.remote.counts
-        names = (*TRANSPORTS, NIXL_TO_VRAM)
-        others = {name: counts[f"{name}_bytes"] for name in names if f"{name}_bytes" in counts}
+        counts = self.remote.counts.items()
+        others = {name[: -len("_bytes")]: n for name, n in counts if name.endswith("_bytes")}
         return {SHM: self.viewed["hit_bytes"], **others}
 
     def mappings(self) -> Sequence[PoolMapping]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from kvstore.cuda.base import DeviceRange
 from kvstore.errors import UsageError
 from kvstore.limits import STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement
 from kvstore.types import Key, Location
+
+if TYPE_CHECKING:
+    from kvstore.cuda.base import DeviceRange
 
 
 class Wanted(NamedTuple):
@@ -53,11 +55,30 @@ class Transport(Protocol):
     """Reads batches of blocks from one node at a time, for any number of threads.
 
     A peer that is dead, slow or lying never raises here and never makes a call outlive its
-    deadline: its blocks are FAILED or MISS. Only wrong arguments raise (`UsageError`).
+    deadline: its blocks are FAILED or MISS. Only wrong arguments raise (`UsageError`). Those that
+    registry.py makes are subclasses.
+    """
+
+    name: ClassVar[str]
+    """As it is registered."""
+    checks_bytes: ClassVar[bool] = False
+    """Whether the node takes part in a read and makes a checksum of each block. A transport without
+    reads its memory: only blocks whose record has a checksum, and the node is told what was used.
     """
 
     @property
-    def name(self) -> str: ...
+    def why_not_to_vram(self) -> str:
+        """Why no block comes to the memory of a device, for people; empty when they do."""
+        return "it brings nothing to a device"
+
+    def usable(self, node: Announcement) -> bool:
+        """Return whether it is worth trying with `node`, which offers it. Asks nobody."""
+        ...
+
+    def ready(self, node: Announcement) -> bool:
+        """Return whether a read can begin now. Where not, it is prepared beside: another transport
+        reads meanwhile, if there is one."""
+        return True
 
     def read(
         self, node: Announcement, wanted: Sequence[Wanted], deadline: float

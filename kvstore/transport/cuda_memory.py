@@ -17,9 +17,10 @@ from kvstore.errors import DeviceError
 from kvstore.limits import CUDA_IPC_NODES_MAX, CUDA_IPC_OPEN_S
 from kvstore.nodedir import Announcement
 from kvstore.system.interruption import let_through
+from kvstore.transport.registry import CUDA_IPC
 from kvstore.types import Key, Location
 
-NAME = "cuda_ipc"
+NAME = CUDA_IPC
 SAVES = "/saves"
 MOMENT_S = 0.001
 """A socket without time does not wait at all, and fails."""

@@ -10,7 +10,7 @@ from kvstore.client.missing.explanation import MissReason
 from kvstore.client.missing.readability import Reach
 from kvstore.index.open import URL_VARIABLE
 from kvstore.rundir import run_dir
-from kvstore.transport.select import VARIABLE
+from kvstore.transport.registry import VARIABLE
 
 REMEDIES = {
     MissReason.UNREADABLE_SECRET: "give this process and the node the same KVSTORE_SECRET",

@@ -16,10 +16,10 @@ from kvstore.config_file import read_config
 from kvstore.cuda.versions import install_command
 from kvstore.errors import UsageError
 from kvstore.segment import batch_read
-from kvstore.transport import select
 from kvstore.transport.nixl.child import INSTALL as NIXL_INSTALL
 from kvstore.transport.nixl.process import installed
 from kvstore.transport.nixl.transport import NAME as NIXL
+from kvstore.transport.registry import VARIABLE, allowed
 from kvstore.transport.stream.security import StreamSecurity, ending
 from kvstore_vllm_plugin import foreign_connector
 
@@ -248,12 +248,10 @@ def to_vram(context: Context) -> list[Finding]:
 def transports(context: Context) -> list[Finding]:
     """Return what clients in this environment may use; the nodes say what they offer."""
     try:
-        names = select.allowed(None)
+        names = allowed(None)
     except UsageError as e:
-        return [Finding(Level.FAIL, str(e), f"correct or unset {select.VARIABLE}")]
-    named = (
-        f"{select.VARIABLE}={os.environ[select.VARIABLE]}" if select.VARIABLE in os.environ else ""
-    )
+        return [Finding(Level.FAIL, str(e), f"correct or unset {VARIABLE}")]
+    named = f"{VARIABLE}={os.environ[VARIABLE]}" if VARIABLE in os.environ else ""
     found = f"the first that a node offers of {', '.join(names)}" + (f" ({named})" if named else "")
     if NIXL in names and not installed():
         found += f"; {NIXL} is not installed"

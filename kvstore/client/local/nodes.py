@@ -20,7 +20,7 @@ from kvstore.segment.trusted_files import files_of
 from kvstore.segment.unmapped import UnmappedShm, attach
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
-from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+from kvstore.transport.registry import CUDA_IPC
 
 ALIVE_CHECK_S = 0.5
 """How long a dead node's segment may still be read. Its bytes stay right; this only frees them."""

@@ -22,7 +22,7 @@ from kvstore.index.base import Index
 from kvstore.limits import STREAM_NODES_AT_ONCE
 from kvstore.nodedir import Announcement
 from kvstore.record import RecordSigner
-from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+from kvstore.transport.registry import CUDA_IPC
 from kvstore.types import Location
 
 NO_CHECKSUM = Unreadable(

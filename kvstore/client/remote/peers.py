@@ -7,12 +7,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.missing.explanation import MissReason, Unreadable
 from kvstore.client.remote.node_directory import KnownNode, NodeDirectory
-from kvstore.client.vram.nodes import VramNodes
-from kvstore.cuda.base import CudaDevice
 from kvstore.errors import PeerError
 from kvstore.index.base import Index
 from kvstore.limits import STREAM_NODES_AT_ONCE, STREAM_SLOW_BYTES_PER_S
@@ -23,15 +22,16 @@ from kvstore.record import RecordSigner
 from kvstore.segment.layout import Layout
 from kvstore.system.fork import in_each_child
 from kvstore.system.threads import DaemonThreads, interpreter_ends
-from kvstore.transport.cuda_memory import NAME as CUDA_IPC
-from kvstore.transport.nixl.transport import NAME as NIXL
-from kvstore.transport.nixl.transport import NixlTransport
-from kvstore.transport.select import SHM, VARIABLE, choose
+from kvstore.transport.registry import CUDA_IPC, SHM, VARIABLE, Transports, counters
 from kvstore.transport.stream.requests import ask, look
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.transport.stream.transport import NAME as STREAM
 from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import KEY_BYTES, Location
+
+if TYPE_CHECKING:
+    from kvstore.client.vram.nodes import VramNodes
+    from kvstore.cuda.base import CudaDevice
 
 PROBE_TIMEOUT_S = 0.25
 """For a node to show that it is there (again)."""
@@ -59,9 +59,6 @@ class Peers:
     """Keeps the ways to nodes of other hosts. Thread-safe. Never raises for a peer's fault: a node
     that cannot be reached is None."""
 
-    _count_names: tuple[str, ...] = ()
-    """Names of `counts`."""
-
     def __init__(
         self,
         index: Index,
@@ -75,20 +72,20 @@ class Peers:
         machine: Machine = REAL,
     ) -> None:
         """With `vram`, nodes in VRAM of this host count too: their blocks have to travel. With
-        `signer` only nodes count whose announcement it signed. What NIXL reads may arrive in memory
-        of `nixl_device`, where that is wanted."""
+        `signer` only nodes count whose announcement it signed. What is read by RDMA may arrive in
+        memory of `nixl_device`, where that is wanted."""
         self.vram = vram
         self._allowed = allowed
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
-        self._nixl = NixlTransport(self.stream, Layout, nixl_device) if NIXL in allowed else None
+        self.transports = Transports(allowed, self.stream, Layout, nixl_device)
         self._lock = threading.RLock()
         self.directory = NodeDirectory(index, self._offered, signer, machine=machine)
         self._asking = 0
         """Threads that ask a node whether it is there."""
         self._threads = DaemonThreads(STREAM_NODES_AT_ONCE, "kvstore-remote")
         """For what is asked of several nodes at once."""
-        self.counts = dict.fromkeys(self._count_names, 0)
+        self.counts = dict.fromkeys(counters(), 0)
         in_each_child(self)
 
     # --- who is there -------------------------------------------------------
@@ -104,7 +101,7 @@ class Peers:
             and (announcement := self.vram.node(node_id, epoch, now)) is not None
         ):
             return announcement
-        if not self._reaches_others:
+        if not self.transports.names:
             return None
         known = self.directory.node(node_id, now)
         announcement = known.announcement
@@ -124,16 +121,9 @@ class Peers:
                 self.try_again([announcement], loop=False)
         return announcement
 
-    @property
-    def _reaches_others(self) -> bool:
-        return STREAM in self._allowed or self._nixl is not None
-
     def _offered(self, announcement: Announcement) -> list[str]:
-        """Transports by which it can be reached, if one of them is allowed."""
-        offered = [STREAM] if self.stream.usable(announcement) else []
-        if self._nixl is not None and self._nixl.usable(announcement):
-            offered.append(NIXL)
-        return offered if choose(self._allowed, offered, mapped=False) else []
+        """Names of the transports by which it can be read."""
+        return [transport.name for transport in self.transports.of(announcement)]
 
     def needs_checksum(self, node_id: int, epoch: int, *, verifies: bool) -> bool:
         """Return whether blocks of that node are read by their checksums alone: in VRAM of this
@@ -141,7 +131,7 @@ class Peers:
         if self.vram is not None and self.vram.known(node_id, epoch):
             return verifies
         known = self.directory.get(node_id)
-        return known is not None and not (STREAM in known.offered and STREAM in self._allowed)
+        return known is not None and not any(map(self.transports.checks_bytes, known.offered))
 
     def why_not(self, node_id: int, epoch: int) -> Unreadable:
         """Return why that start of that node, which cannot be read from here, cannot, as far as is
@@ -151,7 +141,7 @@ class Peers:
             return Unreadable(MissReason.UNREADABLE_UNMAPPED, f"its VRAM cannot be read: {failure}")
         known = self.directory.get(node_id)
         word = None if known is None else known.announced
-        if not self._reaches_others:
+        if not self.transports.names:
             detail = f"this client may use {', '.join(self._allowed)} alone ({VARIABLE})"
             return Unreadable(MissReason.UNREADABLE_TRANSPORTS, detail)
         if word is None or word.epoch != epoch:
@@ -203,10 +193,8 @@ class Peers:
 
     @property
     def why_not_to_vram(self) -> str:
-        """Why what NIXL reads does not arrive in VRAM, for people; empty when it does."""
-        if self._nixl is None:
-            return "NIXL is not among the transports"
-        return self._nixl.why_not_to_vram
+        """Why what is read by RDMA does not arrive in VRAM, for people; empty when it does."""
+        return self.transports.why_not_to_vram
 
     # --- what became of what was asked ------------------------------------------
 
@@ -346,8 +334,6 @@ class Peers:
 
     def close(self) -> None:
         self._threads.close()
-        if self._nixl is not None:
-            self._nixl.close()
-        self.stream.close()
+        self.transports.close()
         if self.vram is not None:
             self.vram.close()

@@ -19,10 +19,9 @@ from kvstore.limits import STREAM_BATCH_BYTES_MAX, STREAM_BLOCKS_MAX, STREAM_SHA
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op, join_keys
 from kvstore.transport.base import Outcome, Read, Transport, Wanted
-from kvstore.transport.nixl.transport import NAME as NIXL
+from kvstore.transport.registry import TRANSPORTS
 from kvstore.transport.stream.requests import look, tell
 from kvstore.transport.stream.transport import CHECKSUM_REASON
-from kvstore.transport.stream.transport import NAME as STREAM
 from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.client")
@@ -30,8 +29,6 @@ log = logging.getLogger("kvstore.client")
 REPORT_TIMEOUT_S = 0.25
 """For saying that a block is damaged, over a connection that has just been used."""
 TOUCH_TIMEOUT_S = 0.05
-NIXL_TO_VRAM = "nixl_vram"
-"""Counter name for blocks that NIXL delivered to a device; the others are NIXL's own."""
 UNCHECKED_REASON = "it has no checksum and can be read in no way that makes one"
 
 
@@ -39,24 +36,10 @@ class RemoteNodes(Peers):
     """Thread-safe. Never raises for a peer's fault: what a node has that cannot be reached is
     FAILED or a MISS."""
 
-    _count_names = (
-        *(
-            f"{way}_{what}"
-            for way in (STREAM, NIXL)
-            for what in ("hits", "bytes", "misses", "failed", "checksum")
-        ),
-        *(f"{NIXL_TO_VRAM}_{what}" for what in ("hits", "bytes")),
-    )
-
-    def _ways(self, announcement: Announcement) -> list[tuple[str, Transport]]:
-        """How to read from it, best first. NIXL only when it is ready, or all there is."""
-        nixl = self._nixl
-        if nixl is None or NIXL not in announcement.transports or not nixl.usable(announcement):
-            return [(STREAM, self.stream)]
-        if STREAM not in self._allowed:
-            return [(NIXL, nixl)]
-        ready: list[tuple[str, Transport]] = [(NIXL, nixl)] if nixl.ready(announcement) else []
-        return [*ready, (STREAM, self.stream)]
+    def _ways(self, announcement: Announcement) -> list[Transport]:
+        """How to read from it, best first: by those that are ready, and the last there is."""
+        *nearer, last = self.transports.of(announcement) or [self.stream]
+        return [*(one for one in nearer if one.ready(announcement)), last]
 
     # --- reading ------------------------------------------------------------
 
@@ -157,7 +140,7 @@ class RemoteNodes(Peers):
         if most == 1 or (self.vram is not None and self.vram.node(at.node_id, at.epoch, now)):
             return 1
         announcement = self.node(at.node_id, at.epoch, now)
-        if announcement is None or self._ways(announcement)[0][0] != STREAM:
+        if announcement is None or self._ways(announcement)[0] is not self.stream:
             return 1
         return max(self.stream.keep_ready(announcement, most, until), 1)
 
@@ -195,7 +178,9 @@ class RemoteNodes(Peers):
             )
         if announcement is None or known is None or not ready:
             unreached = [Outcome(Read.FAILED, "the node cannot be reached")] * len(batch)
-            return self._counted(STREAM if STREAM in self._allowed else NIXL, unreached, batch)
+            for way in self.transports.names[-1:]:
+                self._count(way, unreached, batch)
+            return unreached
         give_up_at = now + left_s
         outcomes = self._read_by(self._ways(announcement), announcement, batch, give_up_at)
         failed = next((o.reason for o in outcomes if o.read is Read.FAILED), None)
@@ -228,20 +213,20 @@ class RemoteNodes(Peers):
 
     def _read_by(
         self,
-        ways: Sequence[tuple[str, Transport]],
+        ways: Sequence[Transport],
         announcement: Announcement,
         batch: Sequence[Wanted],
         deadline: float,
     ) -> Sequence[Outcome]:
         """What fails one way is read the next way, for which half of the time is left."""
-        (name, transport), *others = ways
-        # It reads memory of others: only blocks with a checksum, and nodes do not see who reads.
-        if name == NIXL and not all(one.location.checksum for one in batch):
+        transport, *others = ways
+        if not transport.checks_bytes and not all(one.location.checksum for one in batch):
             return self._read_apart(ways, announcement, batch, deadline)
         now = time.monotonic()
         until = now + (deadline - now) / 2 if others else deadline
-        outcomes = self._counted(name, transport.read(announcement, batch, until), batch)
-        if name == NIXL:
+        outcomes = transport.read(announcement, batch, until)
+        self._count(transport.name, outcomes, batch)
+        if not transport.checks_bytes:
             self._touch(announcement, batch, outcomes)
         again = [i for i, outcome in enumerate(outcomes) if outcome.read is Read.FAILED]
         if not again or not others:
@@ -254,7 +239,7 @@ class RemoteNodes(Peers):
 
     def _read_apart(
         self,
-        ways: Sequence[tuple[str, Transport]],
+        ways: Sequence[Transport],
         announcement: Announcement,
         batch: Sequence[Wanted],
         deadline: float,
@@ -291,14 +276,13 @@ class RemoteNodes(Peers):
         with suppress(PeerError):
             tell(self.stream, announcement, [Op.SUSPECT, 0, join_keys(damaged)], deadline)
 
-    def _counted(
-        self, way: str, outcomes: Sequence[Outcome], batch: Sequence[Wanted]
-    ) -> Sequence[Outcome]:
+    def _count(self, way: str, outcomes: Sequence[Outcome], batch: Sequence[Wanted]) -> None:
         with self._lock:
             counts = self.counts
             for one, outcome in zip(batch, outcomes, strict=True):
                 if outcome.read is Read.HIT:
-                    took = NIXL_TO_VRAM if outcome.in_vram and way == NIXL else way
+                    apart = outcome.in_vram and TRANSPORTS[way].to_vram
+                    took = f"{way}_vram" if apart else way
                     counts[f"{took}_hits"] += 1
                     counts[f"{took}_bytes"] += one.location.length
                 elif outcome.read is Read.FAILED:
@@ -306,7 +290,6 @@ class RemoteNodes(Peers):
                 else:
                     counts[f"{way}_misses"] += 1
                     counts[f"{way}_checksum"] += outcome.reason == CHECKSUM_REASON
-        return outcomes
 
 
 def _batches(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:

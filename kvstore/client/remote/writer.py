@@ -27,7 +27,7 @@ from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import InvalidReplyError, reset_number
 from kvstore.record import unpack_record
 from kvstore.system.fork import in_each_child
-from kvstore.transport.cuda_memory import NAME as CUDA_IPC
+from kvstore.transport.registry import CUDA_IPC
 from kvstore.transport.stream.requests import SavePayload, ask, put
 from kvstore.transport.stream.transport import NAME as STREAM
 from kvstore.types import EXISTS, NO_SPACE, Key, Kind, PutResult, rejected

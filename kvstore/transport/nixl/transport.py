@@ -32,7 +32,7 @@ from kvstore.protocol.nixl import PROBE_BYTES, Endpoint
 from kvstore.protocol.stream import WireError
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
-from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
+from kvstore.transport.base import Outcome, Read, Transport, Wanted, check_wanted
 from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
 from kvstore.transport.nixl.reader import NixlReader, Stage
 from kvstore.transport.nixl.transfer import NixlBatch, RemoteLayout
@@ -66,7 +66,7 @@ class _Peer(ProvedPeer):
         return proved if proved is not None and proved[0].usable else None
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """Implements `Transport`. `stream` brings the nodes' endpoints; `layout_of` says how the
     segment of an announced node is divided."""
 

@@ -36,7 +36,7 @@ from kvstore.protocol.stream_reply import ReadReply, heads_bytes, tails_bytes
 from kvstore.system import tcp
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
-from kvstore.transport.base import Outcome, Read, Wanted, check_wanted
+from kvstore.transport.base import Outcome, Read, Transport, Wanted, check_wanted
 from kvstore.transport.stream.address import Address, parse
 from kvstore.transport.stream.channel import Channel
 from kvstore.transport.stream.chunks import Digests, chunked
@@ -52,10 +52,11 @@ UNUSED_S = 60.0
 PoolKey = tuple[int, int, str]
 
 
-class StreamTransport:
+class StreamTransport(Transport):
     """Implements `Transport`; keeps at most `STREAM_CONNECTIONS_PER_NODE` connections a node."""
 
     name = NAME
+    checks_bytes = True
 
     def __init__(self, security: StreamSecurity) -> None:
         self._security = security

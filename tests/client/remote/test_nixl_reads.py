@@ -99,7 +99,7 @@ def test_what_has_no_checksum_goes_by_stream_or_not_at_all(node, writer, reader,
         lambda word: [
             way
             for way in type(reader.session.remote)._ways(reader.session.remote, word)
-            if way[0] == "nixl"
+            if way.name == "nixl"
         ],
     )
     assert reader.get_many(["unchecked", "checked"]) == [None, b"c" * 1000]
@@ -118,7 +118,7 @@ def test_it_can_be_forced_and_left_out(node, writer, monkeypatch):
         monkeypatch.setenv("KVSTORE_TRANSPORTS", "stream")
         with Client(**options) as without:
             assert without.get("f") == b"v" * 1000
-            assert without.session.remote._nixl is None
+            assert without.session.remote.transports.names == ["stream"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_000, 4 * MIB])

@@ -9,7 +9,7 @@ from kvstore.config_file import read_config
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.open import OpenedIndex
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
-from kvstore.transport.select import SHM, TRANSPORTS
+from kvstore.transport.registry import SHM, TRANSPORTS
 
 DEVICE = object()
 SIZE_BYTES = 64 << 20

@@ -10,7 +10,7 @@ from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.session import BlockSession
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError
 from kvstore.protocol.control_requests import Wants
-from kvstore.transport.select import SHM, TRANSPORTS
+from kvstore.transport.registry import SHM, TRANSPORTS
 from kvstore.types import Kind, Location
 
 NOW = 100.0

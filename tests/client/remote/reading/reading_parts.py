@@ -41,6 +41,9 @@ Told = list[tuple[int, list[object], float]]
 class Way:
     """A transport that answers as it was told, and remembers what it was asked by when."""
 
+    name = ""
+    checks_bytes = False
+
     def __init__(self, answers: dict[int, Outcome] | None = None) -> None:
         self._answers = answers or {}
         self.asked: list[tuple[list[int], float]] = []
@@ -61,7 +64,9 @@ def wanted(number: int, node_id: int = 7, checksum: int = 1, length: int = 100) 
 
 
 def by(nodes: RemoteNodes, *ways: tuple[str, Way]) -> None:
-    nodes._ways = lambda word: list(ways)  # type: ignore[method-assign, list-item, return-value]
+    for name, way in ways:
+        way.name, way.checks_bytes = name, name == STREAM
+    nodes._ways = lambda word: [way for _, way in ways]  # type: ignore
 
 
 def known(nodes: RemoteNodes, node_id: int = 7) -> KnownNode:

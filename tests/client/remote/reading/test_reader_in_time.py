@@ -64,7 +64,7 @@ def test_without_time_left_nobody_is_asked(nodes: RemoteNodes, left_s: float, as
 def test_a_node_that_is_not_there_fails_and_counts_for_the_way_that_is_allowed(
     nodes: RemoteNodes, way: str
 ) -> None:
-    nodes._allowed = (way,)
+    nodes.transports.names = [way]
     stream = Way()
     by(nodes, (STREAM, stream))
     outcomes = nodes.read([wanted(1, node_id=9), wanted(2, node_id=9)])

@@ -36,26 +36,26 @@ from kvstore.transport.stream.transport import NAME as STREAM
 @pytest.mark.parametrize(
     ("nixl", "allowed", "ways"),
     [
-        (None, (STREAM,), [STREAM]),
-        ((False, True), (STREAM, NIXL), [STREAM]),
-        ((True, True), (STREAM, NIXL), [NIXL, STREAM]),
-        ((True, False), (STREAM, NIXL), [STREAM]),
-        ((True, False), (NIXL,), [NIXL]),
-        ((True, True), (NIXL,), [NIXL]),
+        (None, [STREAM], [STREAM]),
+        ((False, True), [NIXL, STREAM], [STREAM]),
+        ((True, True), [NIXL, STREAM], [NIXL, STREAM]),
+        ((True, False), [NIXL, STREAM], [STREAM]),
+        ((True, False), [NIXL], [NIXL]),
+        ((True, True), [NIXL], [NIXL]),
     ],
 )
 def test_nixl_comes_first_where_it_is_ready_and_alone_where_it_is_all_there_is(
-    nodes: RemoteNodes, nixl: Any, allowed: tuple[str, ...], ways: list[str]
+    nodes: RemoteNodes, nixl: Any, allowed: list[str], ways: list[str]
 ) -> None:
     if nixl is not None:
         usable, ready = nixl
-        nodes._nixl = SimpleNamespace(  # type: ignore[assignment]
-            usable=lambda _: usable, ready=lambda _: ready, close=lambda: None
+        nodes.transports._made[NIXL] = SimpleNamespace(  # type: ignore[assignment]
+            name=NIXL, usable=lambda _: usable, ready=lambda _: ready, close=lambda: None
         )
-    nodes._allowed = allowed
-    found = nodes._ways(replace(WORDS[7], transports={STREAM: "", NIXL: ""}))
-    assert [name for name, _ in found] == ways
-    assert [way for name, way in found if name == STREAM] == [nodes.stream] * (STREAM in ways)
+    nodes.transports.names = allowed
+    found = nodes._ways(replace(WORDS[7], transports={STREAM: "tcp://there:7400", NIXL: ""}))
+    assert [way.name for way in found] == ways
+    assert [way for way in found if way.name == STREAM] == [nodes.stream] * (STREAM in ways)
 
 
 @pytest.mark.parametrize("way", [NIXL, STREAM])
@@ -75,9 +75,10 @@ def test_a_node_that_does_not_offer_nixl_is_not_tried_by_it(nodes: RemoteNodes) 
     def usable(_: object) -> bool:
         raise AssertionError("asked of a node that offers none")
 
-    nodes._nixl = SimpleNamespace(usable=usable, close=lambda: None)  # type: ignore[assignment]
-    nodes._allowed = (STREAM, NIXL)
-    assert nodes._ways(replace(WORDS[7], transports={STREAM: ""})) == [(STREAM, nodes.stream)]
+    nixl = SimpleNamespace(usable=usable, close=lambda: None)
+    nodes.transports._made[NIXL] = nixl  # type: ignore[assignment]
+    nodes.transports.names = [NIXL, STREAM]
+    assert nodes._ways(WORDS[7]) == [nodes.stream]
 
 
 def test_what_fails_one_way_is_read_the_next_in_the_other_half_of_the_time(
