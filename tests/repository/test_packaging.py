@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterable
 from importlib.metadata import Distribution, distribution, entry_points
@@ -23,6 +24,8 @@ from kvstore.compiled.part import COMPILED
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("kvstore", "connector")
 PLUGIN = "kvstore_vllm_plugin.py"
+TESTING = "kvstore/testing/"
+"""For who works on the store: in a checkout and the source distribution."""
 CORE_BYTES_MAX = 20_000_000
 
 BLOCKED_IMPORT = """
@@ -93,11 +96,11 @@ def test_platforms_without_a_server_wheel_install_without_it() -> None:
         assert server.marker.evaluate(place) is there, place
 
 
-def built(out: Path, compiled: str) -> Path:
+def built(out: Path, compiled: str, source: Path = REPOSITORY) -> Path:
     """Build the wheel as pip does, with that in KVSTORE_COMPILED."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
-        cwd=REPOSITORY,
+        cwd=source,
         env={**os.environ, COMPILED: compiled},
         check=True,
         timeout=60,
@@ -167,7 +170,7 @@ def test_wheel_is_typed_and_licensed(wheel_names: set[str]) -> None:
     assert "connector/copiers/cuda/paged_copy.cu" in wheel_names, "compiled where it is used"
 
 
-def test_wheel_holds_every_module_and_nothing_else(wheel_names: set[str]) -> None:
+def test_wheel_holds_every_module_of_production_and_nothing_else(wheel_names: set[str]) -> None:
     packaged = {name for name in wheel_names if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in packaged} == {*PACKAGES, PLUGIN}
     sources = {
@@ -175,7 +178,32 @@ def test_wheel_holds_every_module_and_nothing_else(wheel_names: set[str]) -> Non
         for package in PACKAGES
         for path in (REPOSITORY / package).rglob("*.py")
     }
-    assert {*sources, PLUGIN} == {name for name in packaged if name.endswith(".py")}
+    production = {name for name in sources if not name.startswith(TESTING)}
+    assert production < sources
+    assert {*production, PLUGIN} == {name for name in packaged if name.endswith(".py")}
+
+
+def test_nothing_in_the_wheel_runs_what_it_leaves_out(wheel: Path) -> None:
+    needs = re.compile(r"(import|from|-m|\"-m\",|'-m',)\s+[\"']?kvstore\.testing")
+    assert needs.search('[sys.executable, "-m", "kvstore.testing.sim"]')
+    with zipfile.ZipFile(wheel) as files:
+        for name in files.namelist():
+            assert needs.search(files.read(name).decode(errors="replace")) is None, name
+
+
+def test_the_source_distribution_has_the_simulator_and_makes_the_same_wheel(
+    tmp_path: Path,
+) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), "-t"]
+    subprocess.run([*build, "sdist"], cwd=REPOSITORY, check=True, timeout=60)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as files:
+        files.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / packed.name.removesuffix(".tar.gz")
+    assert (unpacked / TESTING / "sim" / "__init__.py").is_file()
+    (tmp_path / "wheel").mkdir()
+    names = set(zipfile.ZipFile(built(tmp_path / "wheel", "no", unpacked)).namelist())
+    assert names == set(zipfile.ZipFile(built(tmp_path / "own", "no")).namelist())
 
 
 @pytest.mark.parametrize(
