@@ -20,7 +20,8 @@ from kvstore.keys import Namespace
 from kvstore.limits import Limits
 from kvstore.node import Node, NodeConfig
 from kvstore.protocol import control
-from kvstore.protocol.control import Hello, Op
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_events import Hello, decode
 
 MIB = 1 << 20
 KEYS = [bytes([i]) * 32 for i in range(6)]
@@ -94,13 +95,13 @@ def over_the_wire(message: object) -> object:
 @fuzz(100)
 @given(message=sensible)
 def test_what_these_tests_call_sensible_is_taken(message: object) -> None:
-    control.decode(1, over_the_wire(message))
+    decode(1, over_the_wire(message))
 
 
 @fuzz(400)
 @given(message=hostile.map(over_the_wire))
 def test_any_message_is_an_event_or_a_usage_error(message: object) -> None:
-    for read in (lambda: control.decode(1, message), lambda: list(Hello(message).claims(3))):
+    for read in (lambda: decode(1, message), lambda: list(Hello(message).claims(3))):
         try:
             read()
         except UsageError:
@@ -137,7 +138,7 @@ def test_any_sequence_of_messages_leaves_the_core_whole(
         core = NodeCore(node_id=1, epoch=1, size_bytes=2 * MIB, limits=limits)
     for now, (session, message) in enumerate(messages):
         try:
-            event = control.decode(session, message)
+            event = decode(session, message)
         except UsageError:
             continue
         core.handle(event, float(now))

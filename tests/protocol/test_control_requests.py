@@ -3,7 +3,8 @@
 import msgpack
 import pytest
 
-from kvstore.protocol.control import Op, decode, packed
+from kvstore.protocol.control import Op, packed
+from kvstore.protocol.control_events import decode
 from kvstore.protocol.control_requests import Wants, reserve_arguments
 from kvstore.types import Kind
 

@@ -23,7 +23,8 @@ from kvstore.limits import (
     Limits,
 )
 from kvstore.protocol import control
-from kvstore.protocol.control import Hello, Op
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_events import Hello, decode
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 RAW = b"".join(KEYS)
@@ -45,19 +46,19 @@ def read_hello(message):
 
 def decoded(message):
     """What a node makes of `message` once it has crossed the wire."""
-    return control.decode(1, msgpack.unpackb(control.packed(message)))
+    return decode(1, msgpack.unpackb(control.packed(message)))
 
 
 @given(anything)
 def test_any_message_is_an_event_or_a_usage_error(message):
     with contextlib.suppress(UsageError):
-        control.decode(1, message)
+        decode(1, message)
 
 
 @given(st.sampled_from(list(Op)), st.lists(anything, max_size=8))
 def test_any_arguments_of_any_op_are_an_event_or_a_usage_error(op, args):
     with contextlib.suppress(UsageError):
-        control.decode(1, [int(op), 5, *args])
+        decode(1, [int(op), 5, *args])
 
 
 @given(anything)
@@ -68,7 +69,7 @@ def test_any_first_message_is_a_hello_or_a_usage_error(message):
 
 def test_a_reserve_survives_the_wire():
     message = [Op.RESERVE, 9, 4, RAW, [1, 2, 3], 0, 0, [b"a", None, b"abc"], 0]
-    event = control.decode(7, msgpack.unpackb(control.packed(message)))
+    event = decode(7, msgpack.unpackb(control.packed(message)))
     assert event == events.Reserve(
         7, 9, KEYS, [1, 2, 3], 4, [0, 0, 0], [0, 0, 0], [b"a", None, b"abc"], [0, 0, 0]
     )
@@ -84,7 +85,7 @@ def test_a_question_and_an_introduction_survive_the_wire():
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:.-0123eE\\u aNIf').map(str.encode))
 def test_any_fields_are_a_namespace_or_a_usage_error(raw):
     with contextlib.suppress(UsageError):
-        control.decode(1, [Op.NAMESPACE, 0, 5, raw])
+        decode(1, [Op.NAMESPACE, 0, 5, raw])
 
 
 @given(
@@ -226,6 +227,6 @@ def test_any_bytes_split_into_messages_or_a_framing_error(data):
     try:
         for message in unpacker:
             with contextlib.suppress(UsageError):
-                control.decode(1, message)
+                decode(1, message)
     except (msgpack.UnpackException, ValueError):
         pass

@@ -17,7 +17,8 @@ from kvstore.limits import (
     RETAINED_S_MAX,
 )
 from kvstore.protocol import control
-from kvstore.protocol.control import Hello, Op
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_events import Hello, decode
 from kvstore.types import KEY_BYTES, Kind
 
 KEY = b"k" * KEY_BYTES
@@ -34,7 +35,7 @@ def hello(request=1, reserved=(), pinned=()):
 def read(message):
     """As a node reads it."""
     if message[0] != Op.HELLO:
-        return control.decode(1, [int(message[0]), *message[1:]])
+        return decode(1, [int(message[0]), *message[1:]])
     hello = Hello(message)
     deque(hello.claims(2), maxlen=0)
     return hello
@@ -182,7 +183,7 @@ def test_a_request_of_lists_in_lists_is_refused_by_name(field):
     message = [int(Op.LIST), 1, b"", 5]
     message[["op", "request", "after"].index(field)] = nested
     with pytest.raises(UsageError, match=field) as refused:
-        control.decode(1, message)
+        decode(1, message)
     assert len(str(refused.value)) < 300
 
 
@@ -192,6 +193,6 @@ def test_a_description_is_no_longer_than_the_value_that_it_ends(metas):
     keys = bytes(range(2 * KEY_BYTES))
     message = [int(Op.RESERVE), 1, 3, keys, [5, 4], 0, metas, None, 0]
     with pytest.raises(UsageError, match="meta_length=5"):
-        control.decode(1, message)
+        decode(1, message)
     message[4] = [5, 5]
-    assert control.decode(1, message).sizes == [5, 5]
+    assert decode(1, message).sizes == [5, 5]

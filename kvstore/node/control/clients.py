@@ -25,7 +25,8 @@ from kvstore.node.control.liveness import ClientSession, Sessions
 from kvstore.node.control.permissions import owns_node
 from kvstore.node.control.turns import Turns
 from kvstore.protocol import control
-from kvstore.protocol.control import Hello, Op
+from kvstore.protocol.control import Op
+from kvstore.protocol.control_events import Hello, decode
 from kvstore.system.descriptors import share
 from kvstore.system.waiting import Waiting
 
@@ -148,7 +149,7 @@ class Clients:
             connection.session = None
             connection.hang_up()
             return None
-        event = control.decode(session.number, message)
+        event = decode(session.number, message)
         assert isinstance(op, int)
         if session.reads_only and op not in control.READER_OPS:
             raise UsageError("op", Op(op).name, "this user may only read")

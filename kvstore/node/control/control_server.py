@@ -14,7 +14,7 @@ from kvstore.limits import MESSAGE_BYTES_MAX
 from kvstore.node.control.liveness import ClientSession
 from kvstore.node.control.turns import MESSAGE_ITEMS, Turns
 from kvstore.protocol import control
-from kvstore.protocol.control import Hello
+from kvstore.protocol.control_events import Hello
 from kvstore.protocol.control_replies import encoded
 from kvstore.protocol.unpacking import Messages, readers_unpacker
 from kvstore.system.unix_peer import peer_uid

@@ -38,7 +38,7 @@ from kvstore.node.control.local_session import LocalSession, LocalSessions
 from kvstore.node.control.turns import TURN_ITEMS
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.stream.shares import Shares
-from kvstore.protocol import control
+from kvstore.protocol import control_events
 from kvstore.protocol.control_replies import encoded, encoded_outcome
 from kvstore.protocol.stream import (
     GRANTED,
@@ -333,7 +333,7 @@ class StreamService:
     # --- the rest -----------------------------------------------------------
 
     def _control(self, channel: Channel, message: list[object], deadline: float) -> None:
-        event = control.decode(0, message)
+        event = control_events.decode(0, message)
         if not isinstance(event, CONTROL_EVENTS):
             raise WireError(f"op {message[0]} is not for clients on other hosts")
         if isinstance(event, Touch | Suspect):

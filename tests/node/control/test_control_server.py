@@ -23,7 +23,7 @@ from kvstore.errors import NodeUnavailableError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.node.control.turns import MESSAGE_ITEMS, TURN_ITEMS, Turns
 from kvstore.nodedir import NodeDir
-from kvstore.protocol import control
+from kvstore.protocol import control_events
 from kvstore.protocol.control import Op, packed
 from kvstore.types import KEY_BYTES
 
@@ -209,14 +209,14 @@ def test_who_claims_thousands_of_slots_is_read_in_turns(
     node: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    rows = control._tuples
+    rows = control_events._tuples
 
     def counted(field: str, raw: list[object], width: int) -> list[object]:
         read.append(len(raw))
         return rows(field, raw, width)
 
     with closing(channel(node)) as greedy, closing(channel(node)) as other:
-        monkeypatch.setattr(control, "_tuples", counted)
+        monkeypatch.setattr(control_events, "_tuples", counted)
         turns: list[int] = []
         next_turn = Turns._next
         monkeypatch.setattr(Turns, "_next", lambda self: (turns.append(len(read)), next_turn(self)))
