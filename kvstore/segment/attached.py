@@ -24,11 +24,12 @@ from kvstore.segment.header import (
     KEY_PART,
     LAYOUT_VERSION,
     SUPERBLOCK_BYTES,
+    header_file_bytes,
+    hints_in,
     hints_of,
     layout_of,
     newest_superblock,
 )
-from kvstore.segment.shm import header_file_bytes, hints_in
 from kvstore.system.memory_files import UnmappedFile
 from kvstore.types import Key, Value
 

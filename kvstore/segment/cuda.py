@@ -20,8 +20,8 @@ from kvstore.cuda.probe import PROBE_BYTES, write_probe
 from kvstore.errors import DeviceError
 from kvstore.limits import CUDA_IPC_DRAIN_S
 from kvstore.segment.attached import AttachedHeads
-from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock
-from kvstore.segment.shm import OwnedHeads, check_free, header_file_bytes
+from kvstore.segment.header import HEADER_BYTES, SUPERBLOCK_BYTES, Superblock, header_file_bytes
+from kvstore.segment.shm import OwnedHeads, check_free
 from kvstore.system.filelock import fd_is_locked
 
 log = logging.getLogger("kvstore.node")

@@ -52,12 +52,14 @@ look at its payload without checking.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.system.host_clock import MOMENT_BYTES, Moment
 from kvstore.types import Key
 
@@ -169,6 +171,20 @@ def of_term(word: int) -> tuple[int, int]:
 def hints_of(slots: int) -> int:
     """Entries of the table of hints, a power of two: `HINTS_PER_SLOT` a slot, or more."""
     return HINTS_PER_SLOT << (slots - 1).bit_length()
+
+
+def header_file_bytes(size_bytes: int) -> int:
+    """The size of the header file of a segment of `size_bytes`."""
+    slots = size_bytes // SLOT_BYTES_MIN
+    each = HEADER_BYTES + TERM_BYTES + HELD_BYTES
+    return SUPERBLOCK_BYTES + slots * each + hints_of(slots) * HINT_BYTES
+
+
+def hints_in(head: mmap.mmap, superblock: Superblock) -> memoryview:
+    """The table of hints in a mapped header file."""
+    slots = superblock.size_bytes // SLOT_BYTES_MIN
+    start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
+    return memoryview(head)[start : start + hints_of(slots) * HINT_BYTES].cast("I")
 
 
 def hint_of(key: Key, hints: int) -> int:

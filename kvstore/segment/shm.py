@@ -10,14 +10,13 @@ import contextlib
 import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import xxhash
 
 from kvstore.compiled import part
 from kvstore.compiled.fence import FENCE
 from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
-from kvstore.core.recovery import Seen
 from kvstore.errors import NoSpaceError
 from kvstore.limits import (
     SHM_RESERVE_BYTES,
@@ -28,15 +27,15 @@ from kvstore.segment.header import (
     BOUNDS_PLACE,
     HEADER_BYTES,
     HELD_BYTES,
-    HINT_BYTES,
     HOME_PLACE,
     LIFE_PLACE,
     SEALED,
     SUPERBLOCK_BYTES,
     TERM_BYTES,
     Superblock,
+    header_file_bytes,
     hint_of,
-    hints_of,
+    hints_in,
     newest_superblock,
     of_term,
     pack_home,
@@ -46,10 +45,10 @@ from kvstore.segment.header import (
     term,
     word,
 )
-from kvstore.segment.scan import scan
 from kvstore.types import Key
 
-SHM_DIR = Path("/dev/shm")
+if TYPE_CHECKING:
+    from kvstore.core.recovery import Seen
 
 
 def header_writer(
@@ -63,20 +62,6 @@ def header_writer(
 
 WRITE_HEADERS = header_writer(part.wanted())
 """The one of this process."""
-
-
-def header_file_bytes(size_bytes: int) -> int:
-    """The size of the header file of a segment of `size_bytes`."""
-    slots = size_bytes // SLOT_BYTES_MIN
-    each = HEADER_BYTES + TERM_BYTES + HELD_BYTES
-    return SUPERBLOCK_BYTES + slots * each + hints_of(slots) * HINT_BYTES
-
-
-def hints_in(head: mmap.mmap, superblock: Superblock) -> memoryview:
-    """The table of hints in a mapped header file."""
-    slots = superblock.size_bytes // SLOT_BYTES_MIN
-    start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
-    return memoryview(head)[start : start + hints_of(slots) * HINT_BYTES].cast("I")
 
 
 def _terms(head: mmap.mmap, superblock: Superblock) -> memoryview:
@@ -186,6 +171,9 @@ class OwnedHeads:
         generation, used = self._words[BOUNDS_PLACE >> 3], self._words[(BOUNDS_PLACE >> 3) + 1]
         bounds = Bounds(generation, used & 0xFFFFFFFF, used >> 32)
         with memoryview(self._head)[SUPERBLOCK_BYTES:] as rest:
+            # By a node at its start alone: clients know nothing of its decisions.
+            from kvstore.segment.scan import scan
+
             headers = rest[: len(self._held) * HEADER_BYTES]
             seen = scan(found.size_bytes, bounds, headers, self._held)
         terms = ((block.slot_id, self._terms[block.slot_id]) for block in seen.sealed)

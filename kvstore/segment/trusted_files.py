@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.nodedir import Announcement, NodeDir
-from kvstore.segment.shm import SHM_DIR
+
+SHM_DIR = Path("/dev/shm")
+"""Where segments of the host's memory lie."""
 
 
 class SegmentFiles(NamedTuple):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from kvstore.client.local.host_writers import POLL_S
 from kvstore.errors import (
     NO_DESCRIPTORS,
     DeadlineError,
@@ -26,7 +27,8 @@ from kvstore.nodedir import VERSION, NodeDir
 from kvstore.rundir import listens
 from kvstore.secret import SIGNING_KEY
 from kvstore.segment.cgroup import memory_limit, size_within
-from kvstore.segment.shm import SHM_DIR, files_bytes, free_bytes
+from kvstore.segment.shm import files_bytes, free_bytes
+from kvstore.segment.trusted_files import SHM_DIR
 from kvstore.system import service_manager
 from kvstore.system.background import start_in_background
 
@@ -36,7 +38,6 @@ START_TIMEOUT_S = 20.0
 """For one save."""
 START_SAVES = 3
 """So many saves wait for one process; then it is killed, and the next save starts another."""
-POLL_S = 0.01
 STEP_BYTES = 1 << 20
 """Sizes of nodes that are made smaller than asked for."""
 

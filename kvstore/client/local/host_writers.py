@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.client.local.embedded_node import POLL_S
 from kvstore.client.local.link import NodeLink
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.touched import Touched
@@ -25,6 +24,7 @@ ROUNDS = 3
 nodes in all."""
 START_AGAIN_AFTER_S = 5.0
 """After an embedded node could not be started."""
+POLL_S = 0.01
 LOOK_AROUND_S = 0.5
 """How often nodes are looked for that were not there before."""
 
