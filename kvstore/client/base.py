@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from kvstore.client.missing.explanation import FieldDifference, Missing, MissReason
-from kvstore.cuda.base import Buffer, DeviceRange
 from kvstore.index.base import Record
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S
 from kvstore.types import Key, PutResult, Retained, Tier
+
+if TYPE_CHECKING:
+    from kvstore.cuda.base import Buffer, DeviceRange
 
 T = TypeVar("T")
 Later = Callable[[], list[T]]

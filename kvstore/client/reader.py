@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -25,7 +25,6 @@ from kvstore.client.missing.readability import NO_CHECKSUM, Readability
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock, fetch
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.out import Out
-from kvstore.cuda.base import DeviceRange
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX, VALUE_BYTES_MAX
@@ -35,6 +34,9 @@ from kvstore.segment.header import KEY_PART, Fields
 from kvstore.segment.locate import locate, spot_of
 from kvstore.segment.unmapped import UnmappedShm
 from kvstore.types import Key, Location
+
+if TYPE_CHECKING:
+    from kvstore.cuda.base import DeviceRange
 
 log = logging.getLogger("kvstore.client")
 

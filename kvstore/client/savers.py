@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.client.base import AnyReservation, DeviceReservation, Later, Saver
 from kvstore.client.local.deadlines import connecting, in_turn, until
-from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.machine import Clock
 from kvstore.types import PutResult, rejected
+
+if TYPE_CHECKING:
+    from kvstore.cuda.checksum import DeviceChecksums
 
 T = TypeVar("T")
 

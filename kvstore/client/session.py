@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, cast
 
 from kvstore.client import arguments, savers
 from kvstore.client.arguments import Uncopied, tenant_id, whole
@@ -54,25 +55,20 @@ from kvstore.client.block_lookup import BlockLookup
 from kvstore.client.copies import Copies
 from kvstore.client.health import Health, IndexWatch, ask_index
 from kvstore.client.local.corruption_reporter import CorruptionReporter
-from kvstore.client.local.embedded_node import start_embedded_node
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.reaper import EVERY_S, Reaper
-from kvstore.client.missing.explain import Explainer
 from kvstore.client.missing.explanation import Missing
 from kvstore.client.missing.readability import Reach, Readability
 from kvstore.client.reader import AnyPlace, Place, Reader, UnmappedPlace
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.remote.writer import RemoteWriter
-from kvstore.client.reset_everywhere import reset_everywhere
 from kvstore.client.values.dropping import drop_everywhere
 from kvstore.client.values.names import ValueNames
 from kvstore.client.values.out import Out
 from kvstore.client.vram.landing import ArrivedInVram, VramLanding, divided
-from kvstore.client.vram.nodes import VramNodes
 from kvstore.config_file import read_config
-from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.errors import IndexUnavailableError, InternalError, NodeUnavailableError
 from kvstore.index.base import Index
 from kvstore.index.open import OpenedIndex, open_guarded
@@ -86,10 +82,16 @@ from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.unmapped import UnmappedShm
-from kvstore.transport.cuda_memory import DeviceBlock
 from kvstore.transport.registry import CUDA_IPC, SHM, allowed
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, Retained, StrPath, Tier
+
+# What few sessions use is imported where it is used.
+if TYPE_CHECKING:
+    from kvstore.client.missing.explain import Explainer
+    from kvstore.client.vram.nodes import VramNodes
+    from kvstore.cuda.base import CudaDevice, DeviceRange
+    from kvstore.transport.cuda_memory import DeviceBlock
 
 Verify = Literal["never", "always"]
 
@@ -217,16 +219,6 @@ class BlockSession(Uncopied):
             self.lookups.taken,
             machine=machine,
         )
-        self._explainer = Explainer(
-            self.index,
-            self.remote,
-            self.run_dir,
-            key_prefix,
-            self.limits.request_timeout_s,
-            signer,
-            self.readability,
-            machine=machine,
-        )
         self._reaper.start()
 
     def _open_index(self, url: str | None) -> OpenedIndex:
@@ -247,6 +239,8 @@ class BlockSession(Uncopied):
         wanted = device is not None or seen is not None
         if not wanted or CUDA_IPC not in self.transports:
             return None
+        from kvstore.client.vram.nodes import VramNodes
+
         return VramNodes(
             self.run_dir,
             key_prefix,
@@ -256,11 +250,28 @@ class BlockSession(Uncopied):
             report=self._reporter.report,
         )
 
+    @cached_property
+    def _explainer(self) -> Explainer:
+        from kvstore.client.missing.explain import Explainer
+
+        return Explainer(
+            self.index,
+            self.remote,
+            self.run_dir,
+            self.key_prefix,
+            self.limits.request_timeout_s,
+            self._signer,
+            self.readability,
+            machine=self.machine,
+        )
+
     def _node_starter(
         self, key_prefix: str, node: str | None, size_bytes: int | None, key: bytes | None
     ) -> Callable[[], None] | None:
         if size_bytes is None or node is not None or not self.embedded:
             return None
+        from kvstore.client.local.embedded_node import start_embedded_node
+
         return lambda: start_embedded_node(
             self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes, signing_key=key
         )
@@ -425,6 +436,8 @@ class BlockSession(Uncopied):
     def reset(
         self, namespace_ids: Sequence[int], timeout_s: float = RESET_TIMEOUT_S
     ) -> ResetResult:
+        from kvstore.client.reset_everywhere import reset_everywhere
+
         return reset_everywhere(
             self.writer,
             self.remote_writer,
@@ -484,7 +497,8 @@ class BlockSession(Uncopied):
     def close(self) -> None:
         self._watch.close()
         self._reaper.close()
-        self._explainer.close()
+        if "_explainer" in vars(self):
+            self._explainer.close()
         self.value_names.tell()
         self.writer.close()
         self.reader.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.index.base import Index
-from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.limits import Limits
+
+if TYPE_CHECKING:
+    from kvstore.index.embedded_redis.server import EmbeddedRedis
 
 URL_VARIABLE = "KVSTORE_URL"
 
@@ -48,7 +51,11 @@ def open_guarded(
     `UsageError` for a bad URL and what `EmbeddedRedis.acquire` raises.
     """
     url = url or os.environ.get(URL_VARIABLE) or None
-    embedded = EmbeddedRedis.acquire(run_dir) if url is None else None
+    embedded = None
+    if url is None:
+        from kvstore.index.embedded_redis.server import EmbeddedRedis
+
+        embedded = EmbeddedRedis.acquire(run_dir)
     try:
         where = embedded.url if embedded is not None else url or ""
         index = open_index(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ def read_toml(path: str | Path | None = None) -> tuple[Path | None, dict[str, di
             raw = file.read(CONFIG_BYTES_MAX + 1)
     except OSError as e:
         raise UsageError(name, str(path), f"cannot be read: {e.strerror}") from e
+    import tomllib  # most processes have no such file
+
     if len(raw) > CONFIG_BYTES_MAX:
         raise UsageError(name, str(path), f"must have at most {CONFIG_BYTES_MAX} bytes")
     try:

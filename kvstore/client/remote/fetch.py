@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.out import Out
-from kvstore.cuda.base import DeviceRange
 from kvstore.limits import CLAIMED_BYTES_MAX, META_BYTES_MAX
 from kvstore.segment.copying import copy
 from kvstore.transport.base import Read, Wanted
 from kvstore.types import Key, Location
+
+if TYPE_CHECKING:
+    from kvstore.cuda.base import DeviceRange
 
 
 class RemoteBlock(NamedTuple):

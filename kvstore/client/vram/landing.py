@@ -7,13 +7,17 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.circuit_breaker import Breaker
 from kvstore.client.reader import AnyPlace, UnmappedPlace
 from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.values.out import Out
-from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.errors import DeviceError, NoSpaceError
+
+if TYPE_CHECKING:
+    from kvstore.cuda.base import CudaDevice, DeviceRange
 
 log = logging.getLogger("kvstore.client")
 
@@ -70,6 +74,8 @@ class VramLanding:
                 self.reason = str(e)
                 log.warning("blocks of other hosts arrive in host memory, not in VRAM: %s", e)
                 return None
+            from kvstore.cuda.base import DeviceRange
+
             self._tries.succeeded()
             self.reason, self._staging = "", staging
             self._room = DeviceRange(address, staging.nbytes, self._device.ordinal)
@@ -91,7 +97,7 @@ class VramLanding:
                 self._device.free(room.address)
 
 
-Rooms = Sequence[DeviceRange | None]
+Rooms: TypeAlias = "Sequence[DeviceRange | None]"
 
 
 def divided(
@@ -111,6 +117,7 @@ def divided(
                 continue
             into[i] = Out(staging[start:end])
             if landing is not None and isinstance(ref, RemoteBlock):
-                rooms[i] = DeviceRange(landing.address + start, size_bytes, landing.device)
+                address = landing.address + start
+                rooms[i] = replace(landing, address=address, size_bytes=size_bytes)
             start = end
     return into, None if landing is None else rooms

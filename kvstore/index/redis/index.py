@@ -19,7 +19,6 @@ from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.base import KeyedRecord, KeyRecord, Place, Record
 from kvstore.index.checks import check_keys, check_records
 from kvstore.index.redis.announcements import RedisNodes
-from kvstore.index.redis.cluster import ClusterRoute
 from kvstore.index.redis.connection import FAILURES, Dial, Links, LostReply, RefusedError, Reply
 from kvstore.index.redis.identity import identity_of
 from kvstore.index.redis.key_space import KeySpace, chunks, command
@@ -88,6 +87,8 @@ def open_index(
 def open_route(target: Target, *, timeout_s: float, links_max: int) -> Route:
     """The route to `target`; connects to nothing yet."""
     if target.kind == "cluster":
+        from kvstore.index.redis.cluster import ClusterRoute
+
         return ClusterRoute(target, timeout_s=timeout_s, links_max=links_max)
     if target.kind == "sentinel":
         dial: Dial = SentinelDial(target)

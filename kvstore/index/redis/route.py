@@ -21,7 +21,6 @@ from redis.connection import (
 from redis.retry import Retry
 
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.embedded_redis.supervisor import given_up
 from kvstore.index.redis.connection import (
     FAILURES,
     Dial,
@@ -196,6 +195,8 @@ def unix_dial(target: Target) -> Dial:
                 socket_connect_timeout=left,
             )
         except FAILURES as e:
+            from kvstore.index.embedded_redis.supervisor import given_up
+
             why = given_up(Path(target.path))
             if not why:
                 raise

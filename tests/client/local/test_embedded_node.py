@@ -20,7 +20,6 @@ from kvstore import (
     Namespace,
     NodeUnavailableError,
 )
-from kvstore.client import session as session_module
 from kvstore.client.local import embedded_node, host_writers
 from kvstore.client.local.embedded_node import embedded_name, start_embedded_node
 from kvstore.client.local.writer import NODE_SEARCH_S
@@ -140,7 +139,7 @@ def test_the_first_put_waits_for_a_redis_that_is_late(tmp_path, monkeypatch):
             stop(redis.pid)
             threading.Timer(0.5, os.kill, (redis.pid, signal.SIGCONT)).start()
 
-        monkeypatch.setattr(session_module, "start_embedded_node", start_and_stall)
+        monkeypatch.setattr(embedded_node, "start_embedded_node", start_and_stall)
         quick = Limits(request_timeout_s=10.0)
         with Client(run_dir=run_dir, node_size_bytes=16 << 20, limits=quick) as client:
             result = client.put("k", b"1")
@@ -163,7 +162,7 @@ def test_a_redis_that_stays_away_is_waited_for_once(tmp_path, monkeypatch):
             name_its_index_otherwise(run_dir)
             stop(redis.pid)
 
-        monkeypatch.setattr(session_module, "start_embedded_node", start_and_hang)
+        monkeypatch.setattr(embedded_node, "start_embedded_node", start_and_hang)
         with Client(run_dir=run_dir, node_size_bytes=16 << 20) as client:
             client.session.index.identity = lambda: "another name of it"
             assert "the index cannot be asked" in client.put("k", b"1").reason

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore import Limits, StreamSecurity, UsageError
-from kvstore.client import session as module
+from kvstore.client.local import embedded_node
 from kvstore.client.session import BlockSession
 from kvstore.config_file import read_config
 from kvstore.index.memory import MemoryIndex
@@ -108,7 +108,7 @@ def test_an_embedded_node_is_started_only_without_a_url_or_a_name_and_with_a_siz
 ):
     started = []
     monkeypatch.setattr(
-        module, "start_embedded_node", lambda run_dir, **how: started.append((run_dir, how))
+        embedded_node, "start_embedded_node", lambda run_dir, **how: started.append((run_dir, how))
     )
     session = made()
     assert session._node_starter("kv:t", None, SIZE_BYTES, b"key") is None

@@ -138,7 +138,7 @@ class Consumer:
 
     @property
     def nixl(self) -> Any:
-        return self.session.remote._nixl
+        return self.session.remote.transports._get("nixl")
 
     def load(self, first_block_id: int = 11) -> WorkerReport:
         self.copier.payloads.clear()
