@@ -31,6 +31,9 @@ import hiredis, msgpack, redis, tenacity, xxhash
 import kvstore.node.metrics, prometheus_client
 import kvstore.cli.commands.node, kvstore.cli.options, kvstore.cli.output, kvstore.cli.store
 from kvstore import *
+import kvstore.client.local.embedded_node, kvstore.client.missing.explain
+import kvstore.client.reset_everywhere, kvstore.index.embedded_redis.server, kvstore.segment.scan
+import kvstore.index.redis.cluster, kvstore.transport.nixl.transport, tomllib
 from kvstore.cli import main
 from kvstore.client.local.control import ControlChannel
 from kvstore.protocol.control import Op
