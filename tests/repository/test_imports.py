@@ -19,7 +19,7 @@ from kvstore import KVStoreError
 
 MODULE_SHARE_MAX, CLIENT_SHARE_MAX = 0.25, 0.75
 """Of the processor time of `import redis`, in the same process. A client comes after redis."""
-TRIES = 5
+TRIES = 3
 COST = """
 import time
 times = [time.process_time()]
