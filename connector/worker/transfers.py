@@ -238,8 +238,8 @@ def report_stuck(task: Transfer, took_s: float, counts: Counts) -> None:
     counts.add(metrics.STUCK_LOADS if is_load else metrics.STUCK_SAVES)
     log.error(
         "a copy of a %s has been under way for %.1f s and cannot be ended; its blocks stay in use. "
-        "Where a CUDA driver hangs in its call for many copies, KVSTORE_CUDA_BATCH=no makes "
-        "each a call of its own, from the engine's next start on",
+        "Where a CUDA driver hangs in its call for many copies, KVSTORE_CUDA_COPIES=single "
+        "makes each a call of its own, from the engine's next start on",
         "load" if is_load else "save",
         took_s,
     )

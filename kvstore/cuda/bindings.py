@@ -28,7 +28,7 @@ from kvstore.cuda.base import (
     Handle,
     Shared,
 )
-from kvstore.cuda.batch import BatchCopies, batch_copies
+from kvstore.cuda.batch import LOW_PRIORITY, BatchCopies, batch_copies, wanted
 from kvstore.cuda.versions import install_command, misfit, torch_cuda
 from kvstore.errors import DeviceError, NoSpaceError, UsageError
 from kvstore.limits import CUDA_BATCH_COPIES_MAX
@@ -120,6 +120,8 @@ class BindingsDevice:
         self._mapped: dict[int, _Mapped] = {}
         self.maps_read_only = True
         self._said_refused = False
+        self.low_priority = LOW_PRIORITY in wanted()
+        """Streams for the engine's copies go behind its own."""
 
     @cached_property
     def batch(self) -> BatchCopies | None:
@@ -350,22 +352,23 @@ class BindingsDevice:
             for to, source, size_bytes in batch:
                 self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def copy_many(self, copies: Sequence[Copy], stream: Handle) -> None:
+    def copy_many(self, copies: Sequence[Copy], stream: Handle, *, complete: bool = False) -> None:
         """Queue copies that may be carried out in any order; the thread is in the device's context.
+        `complete` says that nothing writes to their sources any more.
 
         Raises `DeviceError`: then some of them may be queued.
         """
         for some in in_batches(copies, CUDA_BATCH_COPIES_MAX):
-            if len(some) == 1 or not self._copied_together(some, stream):
+            if len(some) == 1 or not self._copied_together(some, stream, complete):
                 for to, source, size_bytes in some:
                     self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
-    def _copied_together(self, copies: Sequence[Copy], stream: Handle) -> bool:
+    def _copied_together(self, copies: Sequence[Copy], stream: Handle, complete: bool) -> bool:
         """False when it has to be done one by one: then those that were queued come twice, with the
         same bytes."""
         if self.batch is None:
             return False
-        error = self.driver.CUresult(self.batch(copies, int(stream)))
+        error = self.driver.CUresult(self.batch(copies, int(stream), complete=complete))
         if int(error) == 0:
             return True
         results = self.driver.CUresult

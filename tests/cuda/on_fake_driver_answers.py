@@ -15,7 +15,7 @@ import pytest
 from contract.cuda import get, put
 
 from kvstore.cuda.base import address_of, wait
-from kvstore.cuda.batch import IN_STREAM_ORDER, batch_copies
+from kvstore.cuda.batch import ANY_ORDER, OVERLAP, VARIABLE, batch_copies
 from kvstore.cuda.bindings import BindingsDevice, open_device
 from kvstore.errors import DeviceError
 
@@ -67,19 +67,18 @@ class TestLocking:
         device.unregister_host(address)
 
 
-@pytest.mark.parametrize("order", [IN_STREAM_ORDER, 3])
-@pytest.mark.parametrize("flags", [0, 1])
+@pytest.mark.parametrize("words", ["", ANY_ORDER, OVERLAP, f"{ANY_ORDER},{OVERLAP}"])
 def test_batches_are_taken_with_every_attribute_that_the_settings_give(
-    device: BindingsDevice, memory: int, order: int, flags: int
+    device: BindingsDevice, memory: int, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
+    monkeypatch.setenv(VARIABLE, words)
     batch = batch_copies(device.driver)
     assert batch is not None
-    batch.attributes.source_order, batch.attributes.flags = order, flags
     put(device, memory, bytes(range(256)) * 16)
     stream = device.stream()
     with device.current():
         copies = [(memory + 4096 + i * 64, memory + i * 64, 64) for i in range(64)]
-        assert batch(copies, int(stream._handle)) == 0
+        assert batch(copies, int(stream._handle), complete=True) == 0
     assert wait(stream.record(), time.monotonic() + PATIENCE_S)
     assert get(device, memory + 4096, 4096) == bytes(range(256)) * 16
     stream.close()

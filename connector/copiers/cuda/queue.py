@@ -48,6 +48,7 @@ class Cuda:
         self._opened = cuda_device(device.index)
         self.driver, self.call = self._opened.driver, self._opened.call
         self.scope, self.enter = self._opened.current, self._opened.enter
+        self.low_priority = self._opened.low_priority
         try:
             self.kernels = self._loaded(code)
         except DeviceError as e:
@@ -61,9 +62,16 @@ class Cuda:
             module = self.call(self.driver.cuModuleLoadData, code)
             return {name: self.call(get, module, name.encode()) for name in KERNELS}
 
-    def copy(self, copies: Sequence[tuple[int, int, int]], stream: CudaStream) -> None:
-        """Queue copies (to, from, bytes), to be carried out in any order."""
-        self._opened.copy_many(copies, stream.handle)
+    def copy(
+        self,
+        copies: Sequence[tuple[int, int, int]],
+        stream: CudaStream,
+        *,
+        complete: bool = False,
+    ) -> None:
+        """Queue copies (to, from, bytes), to be carried out in any order; `complete` says that
+        nothing writes to their sources any more."""
+        self._opened.copy_many(copies, stream.handle, complete=complete)
 
     # `page_lock.Registrar`
 
@@ -87,15 +95,16 @@ class CudaStream:
         driver = cuda.driver
         self._cuda = cuda
         # Not one of torch's streams: it hands out 32 in turn, and this could be the engine's
-        # too, even while it captures a graph there. Of the highest priority: the few
+        # too, even while it captures a graph there. Of the highest priority by default: the few
         # blocks of our kernel do not stand in line behind the many of a forward while the bus has
         # nothing.
         with cuda.scope():
-            error, _, highest = driver.cuCtxGetStreamPriorityRange()
+            error, lowest, highest = driver.cuCtxGetStreamPriorityRange()
             if int(error) != 0:
                 cuda.call.fail("cuCtxGetStreamPriorityRange", error)
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            self.handle = cuda.call(driver.cuStreamCreateWithPriority, flags, highest)
+            priority = lowest if cuda.low_priority else highest
+            self.handle = cuda.call(driver.cuStreamCreateWithPriority, flags, priority)
             # Blocking: a thread that waits for a millisecond must not spin, it would hold a core.
             self._done = self._event(int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC))
         self._marks: dict[int, object] = {}
@@ -184,7 +193,8 @@ class CudaLane:
     def fetch(self, copies: Sequence[StagedCopy]) -> None:
         cuda, driver = self.copies.begin()
         whole = [(staged, p.address, p.row_bytes) for p, staged in copies if p.rows == 1]
-        cuda.copy(whole, self.copies)
+        # What is loaded was sealed before: unlike a staging buffer, no kernel fills it.
+        cuda.copy(whole, self.copies, complete=True)
         for place, staged in copies:
             if place.rows == 1:
                 continue

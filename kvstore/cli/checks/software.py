@@ -192,7 +192,7 @@ def _batches() -> list[Finding]:
     if well:
         found = (
             "each copy is a call of its own: the driver is older than CUDA 12.8, the device cannot "
-            "use addresses of page-locked memory, or KVSTORE_CUDA_BATCH is no"
+            "use addresses of page-locked memory, or KVSTORE_CUDA_COPIES has single"
         )
         return [
             Finding(Level.INFO, found, "one call for many takes less of the engine's processor")

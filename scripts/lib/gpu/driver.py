@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from kvstore.cuda.batch import batch_copies
+from kvstore.cuda.batch import ANY_ORDER, OVERLAP, VARIABLE, batch_copies
 from kvstore.cuda.bindings import open_device
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -18,8 +18,6 @@ LARGE_BYTES = int(os.environ.get("GPU_PROBE_BYTES", str(256 * MIB)))
 """What is copied where only the bus, or the device's memory, is to be the limit."""
 PORTABLE, READ_ONLY = 1, 8
 """Flags of cuMemHostRegister."""
-IN_ANY_ORDER, PREFER_OVERLAP = 3, 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, of the batch."""
 Copies = Sequence[tuple[int, int, int]]
 """(to, from, bytes)."""
 
@@ -72,15 +70,14 @@ class Gpu:
 
     def batch(self, order: str = "stream", overlap: bool = False) -> Callable[..., str] | None:
         """Return a call for many copies with these settings, which returns the driver's answer."""
+        words = [ANY_ORDER] * (order == "any") + [OVERLAP] * overlap
+        os.environ[VARIABLE] = ",".join(words)
         many = batch_copies(self.driver)
         if many is None:
             return None
-        if order == "any":
-            many.attributes.source_order = IN_ANY_ORDER
-        many.attributes.flags = PREFER_OVERLAP if overlap else 0
 
         def call(copies: Copies, stream: int) -> str:
-            answer = self.driver.CUresult(many(copies, stream))
+            answer = self.driver.CUresult(many(copies, stream, complete=True))
             return str(answer.name).removeprefix("CUDA_ERROR_")
 
         return call

@@ -54,6 +54,7 @@ struct Stream {
 static std::map<void*, Stream> streams;
 static std::map<void*, Reached> events;  // as it was recorded last; null: never
 static int batches, batched;  // calls of cuMemcpyBatchAsync, and their copies
+static int batch_order, batch_flags;
 static std::atomic<int> calls;  // that need a context
 static std::atomic<Result> fault;  // of the device: what every later call answers
 static std::atomic<int> flushes;  // of what RDMA wrote
@@ -356,10 +357,12 @@ Result cuMemcpyBatchAsync(char** to, char** from, size_t* bytes, size_t count,
         }
         copies.insert(copies.begin() + drawn(copies.size() + 1), copy);
     }
-    ++batches, batched += count;
+    ++batches, batched += count, batch_order = order, batch_flags = attributes->flags;
     for (auto& copy : copies) move(stream, copy);
     return 0;
 }
+// Of the last call: source order and flags.
+void fake_batch_attributes(int* order, int* flags) { *order = batch_order, *flags = batch_flags; }
 // What a wrong address in a kernel does to the process.
 void fake_fault() { fault = kIllegalAddress; }
 void fake_batches(int* calls, int* copies) { *calls = batches, *copies = batched; }

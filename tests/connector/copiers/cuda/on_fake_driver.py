@@ -358,15 +358,21 @@ def test_functions_called_for_a_block_keep_to_their_budget(cuda: Any) -> None:
         assert (more.functions - less.functions) / 24 <= FUNCTIONS_A_BLOCK_MAX
 
 
-def test_our_streams_go_first(cuda: Any) -> None:
+@pytest.mark.parametrize("low", [False, True])
+def test_our_streams_go_first_or_last_as_an_operator_says(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, low: bool
+) -> None:
     from connector.copiers.cuda import queue
 
+    monkeypatch.setattr(cuda, "low_priority", low)
     lane = queue.CudaLane(cuda, 2, 1 << 20, 1 << 10)
     with cuda.scope():
         _, lowest, highest = driver.cuCtxGetStreamPriorityRange()
         assert highest < lowest
         for stream in (lane.kernels, lane.copies):
-            assert cuda.call(driver.cuStreamGetPriority, stream.handle) == highest
+            assert cuda.call(driver.cuStreamGetPriority, stream.handle) == (
+                lowest if low else highest
+            )
 
 
 @contextmanager
@@ -384,7 +390,7 @@ def device_anew() -> Iterator[None]:
     [
         ("FAKE_HOST_POINTERS", "0"),
         ("FAKE_DRIVER_VERSION", "12070"),
-        ("KVSTORE_CUDA_BATCH", "no"),
+        ("KVSTORE_CUDA_COPIES", "single"),
     ],
 )
 def test_a_device_that_takes_no_addresses_of_locked_memory_or_an_operator_is_given_single_copies(
@@ -409,6 +415,33 @@ def test_one_call_has_at_most_so_many_copies(
         assert saved_and_loaded(cuda)
     # Of four copies three go together and one is left, which is a call of its own.
     assert batches()[0] - before[0] == min(calls, 20)
+
+
+@pytest.mark.parametrize("order", ["stream", "any"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_attributes_of_batches_are_settings_and_what_is_saved_is_read_in_its_turn(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, order: str, overlap: bool
+) -> None:
+    """A staging buffer is filled by a kernel before it: read at any time it has other bytes."""
+    from kvstore.cuda import batch
+
+    words = [batch.ANY_ORDER] * (order == "any") + [batch.OVERLAP] * overlap
+    monkeypatch.setenv(batch.VARIABLE, ",".join(words))
+    seen = set()
+    real = batch.BatchCopies.__call__
+
+    def noted(self: Any, copies: Any, stream: int, *, complete: bool = False) -> int:
+        answer = real(self, copies, stream, complete=complete)
+        attributes = ctypes.c_int(), ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").fake_batch_attributes(*map(ctypes.byref, attributes))
+        seen.add((complete, *(one.value for one in attributes)))
+        return answer
+
+    monkeypatch.setattr(batch.BatchCopies, "__call__", noted)
+    with device_anew():
+        assert all(saved_and_loaded(cuda) for _ in range(3))
+    expected = {"stream": 1, "any": 3}[order]
+    assert seen == {(False, 1, int(overlap)), (True, expected, int(overlap))}
 
 
 @pytest.mark.parametrize("answer", ["stage", "refuse"])
