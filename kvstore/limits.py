@@ -35,9 +35,10 @@ EMBEDDED_NODE_BYTES_MIN = 8 << 20
 SLOT_BYTES_MIN = 4 << 10
 """A page of a segment: smaller values take one too. Every page needs room for a 64-byte header
 (1.6%), whatever lies in it."""
-MOVED_BYTES_MAX = 16 << 20
-"""What a node moves within its segment for one request, so that its other clients wait for
-about 10 ms: beyond it blocks are evicted. A block counts 128 KiB more than it has."""
+MOVED_BYTES_MAX = 64 << 20
+"""Bytes of retained blocks that a node moves out of the way for one request, or for each value up
+to its own size: its other clients wait for about 50 ms. A block counts 128 KiB more than it has;
+what would need more finds no room."""
 LOCK_PART_BYTES = 64 << 20
 """What of a segment a process page-locks, or maps, in one call."""
 SLOTS_PER_SEGMENT_MAX = (1 << 32) - 1

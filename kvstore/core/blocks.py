@@ -23,7 +23,7 @@ from kvstore.core.events import (
 )
 from kvstore.core.memory.allocator import LOOKED_FIRST, LOOKED_MAX, Allocator, move_cost
 from kvstore.core.memory.eviction import PolicyFactory
-from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
+from kvstore.core.memory.granules import GRANULE_BYTES, PAGE, granules_of
 from kvstore.core.memory.listed import Listed
 from kvstore.core.memory.retained import Retentions
 from kvstore.core.memory.slots import Slot, SlotEvent, SlotState, move_each, parts_of
@@ -86,8 +86,6 @@ class Blocks:
         """What users call the keys of values that are there, as far as clients have told."""
         self._may_move = 0
         """What of `MOVED_BYTES_MAX`, in granules, is left for the request at hand."""
-        self._moves_help = False
-        """Moves alone were not in vain yet in the request at hand."""
         self._no_room_bytes = VALUE_BYTES_MAX + 1
         """Values of so many bytes found no room in the request at hand."""
         self.now = 0.0
@@ -100,8 +98,6 @@ class Blocks:
         """Slots in state RESERVED for up to `count` values of `length` bytes each: as many as find
         room at once. None when every one that fits is reserved or pinned."""
         slots = self.allocator.take(length, count)
-        if not slots and self._moves_help and self._moved(length, writes):
-            slots = self.allocator.take(length, count)
         if not slots and length < self._no_room_bytes:
             slots = self._make_room(length, count, writes, now)
         self._begin(slots, writes)
@@ -115,7 +111,8 @@ class Blocks:
             # within an extent are those of nothing, whenever the node is killed.
             self._evict(self.allocator.victims(length, count, look), writes, now)
             slots = self.allocator.take(length, count)
-            if not slots and look < LOOKED_MAX and self._cleared(length, writes, now):
+            if not slots and look < LOOKED_MAX:
+                self._move_away(length, writes, now)
                 slots = self.allocator.take(length, count)
             if slots:
                 return slots
@@ -129,18 +126,16 @@ class Blocks:
         self._free(victims, SlotEvent.EVICT, writes)
         self.gone.note_each((victim.key for victim in victims), GoneWhy.EVICTED, now)
 
-    def _cleared(self, length: int, writes: list[Write], now: float) -> bool:
-        """Whether retained blocks that were in the way of `length` bytes have moved to where
-        others were evicted."""
-        clearance = self.allocator.clearance(length, self._may_move)
-        if clearance is None:
-            return False
-        self._evict(clearance.victims, writes, now)
-        moves = self.allocator.moves_for(clearance)
-        for old, new in moves:
+    def _move_away(self, length: int, writes: list[Write], now: float) -> None:
+        """Have retained blocks that alone are in the way of `length` bytes move to where others
+        are evicted."""
+        most = max(self._may_move, granules_of(length))
+        victims, moves = self.allocator.clearance(length, most)
+        for old, place in moves:
             self._may_move -= move_cost(old)
-            self._move(old, new, writes)
-        return len(moves) == len(clearance.kept)
+            self._evict([place], writes, now)
+            self._move(old, self.allocator.take_over(place, old.size), writes)
+        self._evict(victims, writes, now)
 
     def _begin(self, slots: Sequence[Slot], writes: list[Write]) -> None:
         """FREE to RESERVED."""
@@ -150,22 +145,11 @@ class Blocks:
         self._keep_bounds(writes)
         move_each(slots, SlotEvent.RESERVE)
 
-    def _moved(self, length: int, writes: list[Write]) -> bool:
-        """Whether blocks were moved out of the way of `length` bytes, so that they need not go."""
-        moves = self.allocator.moves(length, self._may_move)
-        if not moves:
-            self._moves_help = False  # the next value of the request would hardly fare better
-            return False
-        for old, new in moves:
-            self._may_move -= move_cost(old)
-            self._move(old, new, writes)
-        return True
-
     def _move(self, old: Slot, new: Slot, writes: list[Write]) -> None:
-        """The same block in another slot, under another generation (rule 4).
+        """The same retained block in another slot, under another generation (rule 4).
 
         It is SEALED there before its old header says FREE: whenever the node is killed, one of
-        them is whole, and of two a restart takes the later. Its place is the policy's business.
+        them is whole, and of two a restart takes the later.
         """
         self._begin([new], writes)
         new.key = old.key
@@ -181,13 +165,11 @@ class Blocks:
         self.by_key[new.key] = new
         # The headers hold the key twice for a moment, the books never.
         freed: list[Write] = []
-        until_s, tenant, dies_at = old.kept_until, old.tenant, old.dies_at
-        placed = self.allocator.moved(old, new)
+        until_s, tenant = old.kept_until, old.tenant
         self._retain_no_more(old, freed)
         self._free([old], SlotEvent.EVICT, freed)
-        if until_s:
-            self._retain(new, until_s, tenant, writes)
-        self._seal([new], writes, dies_at, placed=placed)
+        self._retain(new, until_s, tenant, writes)
+        self._seal([new], writes)
         writes += freed
         self.counts["moved"] += 1
 
@@ -216,21 +198,12 @@ class Blocks:
         self.bounds = bounds
         self._generation = bounds.generation
 
-    def _seal(
-        self,
-        slots: Sequence[Slot],
-        writes: list[Write],
-        dies_at: int | None = None,
-        *,
-        placed: bool = False,
-        run: bool = False,
-    ) -> None:
-        """RESERVED to SEALED; `dies_at` is of a block that has lived before. `placed`: it is among
-        what may go already. `run`: the end of a run comes first."""
+    def _seal(self, slots: Sequence[Slot], writes: list[Write], *, run: bool = False) -> None:
+        """RESERVED to SEALED. `run`: the end of a run comes first."""
         move_each(slots, SlotEvent.COMMIT)
         for slot in slots:
             if ttl_s := ttl_of(slot.namespace_id):
-                self.bounded.add(slot, int(self.now) + ttl_s if dies_at is None else dies_at)
+                self.bounded.add(slot, int(self.now) + ttl_s)
                 writes.append(Keep(slot.slot_id, slot.dies_at, NO_TENANT))
         parts = parts_of(slots)
         for slot, record in zip(slots, self._records(parts), strict=True):
@@ -242,7 +215,7 @@ class Blocks:
                 self.changes.stored(slot.key)
         if run:
             self.least = self.allocator.became_evictable(*slots, least=self.least, run=True)
-        elif not placed:
+        else:
             self.allocator.became_evictable(*slots)
         writes += map(seal_of, parts)
         self.outbox.publish(*slots)

@@ -319,7 +319,7 @@ class Fill(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy so many bytes within the segment: a block moves. The two do not overlap."""
+    """Copy so many bytes within the segment: a retained block moves. The two do not overlap."""
 
     source: int
     destination: int

@@ -58,7 +58,7 @@ class Reservations(Blocks):
 
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
-        self._may_move, self._moves_help = MOVED_BYTES_MAX // GRANULE_BYTES, True
+        self._may_move = MOVED_BYTES_MAX // GRANULE_BYTES
         self._no_room_bytes = VALUE_BYTES_MAX + 1
         answers: list[PutAnswer] = []
         used: list[Slot] = []

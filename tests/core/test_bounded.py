@@ -165,7 +165,7 @@ def test_what_its_writer_left_half_written_is_wiped(place, dies):
 
 
 def test_whatever_happens_only_living_blocks_are_in_memory(place):
-    """Evicted, moved, replaced: what of the tenant's bytes there is lies in sealed slots."""
+    """Evicted, dropped, replaced: what of the tenant's bytes there is lies in sealed slots."""
     rng = random.Random(3)
     now = 100.0
     for _ in range(1500):
@@ -184,7 +184,7 @@ def test_whatever_happens_only_living_blocks_are_in_memory(place):
             rest[slot.offset : slot.offset + slot.length] = bytes(slot.length)
         assert not rest.strip(b"\0")
     counts = place.core.counts
-    assert min(counts["evicted"], counts["moved"], counts["expired"]) > 0
+    assert min(counts["evicted"], counts["expired"]) > 0
 
 
 @pytest.mark.parametrize("after_s", [5.0, 10.0])
@@ -243,17 +243,3 @@ def test_a_tenants_number_is_never_the_one_of_bounded_lives(place):
     assert place.act(Retain(1, 1, KEYS[:1], 3600, NO_TENANT), 101.0) == [[Retained.YES]]
     (term,) = place.segment.terms.values()
     assert term.tenant != NO_TENANT
-
-
-def test_a_moved_block_keeps_the_end_of_its_life(place):
-    """Every second block is dropped, and a value four times as large needs the holes together."""
-    size = SIZE_BYTES // 32
-    keys = BOUNDED.block_keys(range(32), 1)
-    place.reserve(keys, 100.0, size)
-    place.act(Drop(1, 2, keys[::2]), 105.0)
-    place.reserve(KEYS[40:41], 105.0, 4 * size)
-    assert place.core.counts["moved"] > 0
-    kept = keys[1::2]
-    assert all(place.has(key) for key in kept)
-    place.act(Expire(), 100.0 + TTL_S)
-    assert not any(place.has(key) for key in kept)

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from kvstore.core.answers import Grant
-from kvstore.core.events import Abort, Bounds, Commit, Drop, Mark, Pin, Reserve, Seal, Unpin
+from kvstore.core.events import Abort, Bounds, Commit, Drop, Mark, Pin, Reserve, Retain, Seal, Unpin
 from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.recovery import recover
@@ -116,7 +116,8 @@ def dropped_while_pinned(history: History) -> None:
 def moved(history: History) -> None:
     """A block is SEALED at two places for a moment, and then at the new one."""
     history.put(*KEYS[:8], size=8192)
-    history.do(Drop(1, 1, KEYS[:8:2]))
+    for tenant in (1, 2):
+        history.do(Retain(1, 1, KEYS[2 * tenant - 1 : 8 : 4], 60, tenant))
     history.put(KEYS[8], size=16384)
     assert history.core.counts["moved"] == 1
 

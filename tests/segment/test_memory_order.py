@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore.core.answers import Grant
-from kvstore.core.events import Commit, Drop, Fill, Mark, Reserve, Seal
+from kvstore.core.events import Commit, Drop, Fill, Mark, Reserve, Retain, Seal
 from kvstore.core.node import NodeCore
 from kvstore.keys import Namespace
 from kvstore.segment import attached, batch_read, shm
@@ -103,11 +103,11 @@ def written_by_clients(node: Watched) -> None:
 
 
 def moved(node: Watched) -> None:
-    """A block is copied by the node to where another was."""
+    """A retained block is copied by the node to where another was."""
     for key in KEYS[:8]:
         node.put(key, 8192)
-    for i in (0, 2, 6, 4):  # last what is where another is copied to
-        node.do(Drop(1, 1, [KEYS[i]]))
+    for tenant in (1, 2):
+        node.do(Retain(1, 1, KEYS[2 * tenant - 1 : 8 : 4], 60, tenant))
     node.put(KEYS[8], MOVED_BYTES)
     assert node.core.counts["moved"] == 1
 

@@ -9,20 +9,16 @@ loop changes any of it: `take` makes slots, `became_free` ends them.
 Placement: best fit. Large values come from the lower end of an extent, small ones from
 the upper end: those that live beside each other are alike, and leave holes for the like.
 
-Moves, when nothing fits though a fifth is free: the blocks of the window that costs least to
-empty (bytes, and a little for each block), around any of the largest holes, go to other
-holes. Nothing is evicted for that; what may be moved for one request is limited.
-
-Eviction, when nothing fits and nothing can be moved: the cheapest window of neighbouring
-free and evictable extents that holds the request, around any of the coldest `COLD_TRIED`
-blocks. Cost is the bytes of live blocks in it, each times how much later than the coldest the
-policy would have it go, so the coldest costs nothing, however large; bytes decide between
-windows that are as cold. A window ends at what is reserved, pinned or retained. When such slots
-shut all of those blocks in, the window is that of the coldest which they do not. What was looked
-at around one block is not looked at again for the others in it: they lie beside each other
-because they were saved together. What is shut in stays known until something beside it might be
-let go. Where retained blocks alone leave no window, those in the way of the cheapest around the
-coldest move to where others are evicted. What follows:
+Eviction, when nothing fits: the cheapest window of neighbouring free and evictable extents that
+holds the request, around any of the coldest `COLD_TRIED` blocks. Cost is the bytes of live blocks
+in it, each times how much later than the coldest the policy would have it go, so the coldest costs
+nothing, however large; bytes decide between windows that are as cold. A window ends at what is
+reserved, pinned or retained. When such slots shut all of those blocks in, the window is that of the
+coldest which they do not. What was looked at around one block is not looked at again for the others
+in it: they lie beside each other because they were saved together. What is shut in stays known
+until something beside it might be let go. Where retained blocks alone leave no window, those in the
+way of the cheapest around the coldest move to where others are evicted; no other block ever moves.
+What follows:
 
 - as long as some run of free and evictable extents is large enough, there is space (in a segment
   of more than `LOOKED_MAX` extents: if it is around one of the coldest blocks);
@@ -34,10 +30,8 @@ coldest move to where others are evicted. What follows:
 A bound for orders that an adversary chooses, without eviction: with values of `least` to
 `most` bytes a value of `most` can be refused for the first time when every hole is just
 smaller than it, each between two of the smallest: from `least / (least + most)` of the
-bytes on (Robson's bound is no better for allocators that do not move). Moving the few that
-are in the way of one window makes room again, until more than four fifths are in use or
-they are more than the limit on moves. Then one window is evicted, `most` bytes at most
-and one block.
+bytes on (Robson's bound is no better for allocators that do not move). Then one window is
+evicted, `most` bytes at most and one block.
 
 In one file, because placement, moves and eviction keep the same extents whole. Their orders have
 files of their own (eviction.py, space.py), what a window costs has windows.py.
@@ -45,11 +39,10 @@ files of their own (eviction.py, space.py), what a window costs has windows.py.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice, takewhile
-from typing import NamedTuple
+from operator import attrgetter
 
 from kvstore.core.memory.eviction import LRU, PolicyFactory
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE, granules_of
@@ -77,32 +70,9 @@ LATER = 1 << 40
 Granules as such cost one: they decide between windows that are as cold."""
 SMALL_PART = 1024
 """A value smaller than such a part of the segment counts as small."""
-FREE_PART = 5
-"""Blocks are moved while one in so many parts of the segment is free, at least."""
-HOLES_TRIED = 8
-"""Of the free extents, largest first, around how many blocks are moved."""
-MOVED_MAX = 64
-"""Blocks on either side of a hole that are looked at for that."""
 MOVE_COSTS = 128
 """A block that is moved costs this besides its size: a header, a record, a publication."""
-
-
-class Move(NamedTuple):
-    """A block, and the FREE slot of the same size that it goes to."""
-
-    old: Slot
-    new: Slot
-
-
-class Clearance(NamedTuple):
-    """What must happen so that one window is free."""
-
-    victims: list[Slot]
-    """To be freed first."""
-    kept: list[Slot]
-    """Then to be moved (`Allocator.moves_for`)."""
-    window: range
-    """In granules."""
+_SIZE = attrgetter("size")
 
 
 class Allocator:
@@ -119,8 +89,7 @@ class Allocator:
         self.capacity_bytes = size_bytes
         self.value_bytes_max = min(size_bytes, VALUE_BYTES_MAX)
         self.evicts = True
-        """False: blocks go only when somebody frees them, and stay where they are; without room
-        there is none."""
+        """False: blocks go only when somebody frees them; without room there is none."""
         self._space = Space(size_bytes // GRANULE_BYTES)
         self._slots: dict[int, Slot] = {}
         self._ends: dict[int, Slot] = {}
@@ -249,115 +218,41 @@ class Allocator:
         """Those are about to become free because their room is needed: it tells the policy."""
         self._evictable.evicted(slots)
 
-    def moved(self, old: Slot, new: Slot) -> bool:
-        """The block of `old` is in `new` now; whether it has become evictable there by that."""
-        if not self._evictable.moved(old, new):
-            return False
-        new.last_use = old.last_use
-        self._shut_in.clear()
-        return True
+    # --- moving retained blocks ---------------------------------------------------
 
-    # --- moving -----------------------------------------------------------------
-
-    def moves(self, length: int, at_most: int) -> list[Move]:
-        """What must move, at `move_cost` of `at_most` together, so that `take` finds room without
-        an eviction; none when more than is promised is in use, or when that is not enough. For
-        the moment after `take` found none. The caller moves all of them."""
-        space = self._space
-        size = granules_of(length)
-        if space.free * FREE_PART < space.size or space.free < size or not self.evicts:
-            return []
-        holes = [Extent(*hole, None) for hole in islice(space.largest_first(), HOLES_TRIED)]
-        windows = (
-            window_of(self._around(hole, size, _may_move, MOVED_MAX), size, move_cost)
-            for hole in holes
-        )
-        for window in sorted(filter(None, windows), key=lambda window: window.cost):
-            if window.cost > at_most:
-                break
-            moves = self._moves_out_of(window)
-            if moves:
-                return moves
-        return []
-
-    def _moves_out_of(self, window: Window) -> list[Move]:
-        holes = [e for e in window.extents if e.slot is None]
-        return self._moves_away(window.slots, holes)
-
-    def _moves_away(self, slots: Iterable[Slot], holes: Sequence[Extent]) -> list[Move]:
-        """All of `slots` to places outside of `holes`; none when not all of them find one."""
-        for hole in holes:
-            self._space.take_all(hole.start)
-        moves: list[Move] = []
-        blocks = sorted(slots, key=lambda slot: slot.size, reverse=True)
-        for block in blocks:
-            places = self._carve(block.size, 1)
-            if not places:
-                for move in moves:
-                    self._join(move.new)
-                moves = []
-                break
-            moves.append(Move(block, places[0]))
-        for hole in holes:
-            self._space.give(hole.start, hole.size)
-        return moves
-
-    def clearance(self, length: int, at_most: int) -> Clearance | None:
-        """How room is made when retained blocks alone are in its way: what is evicted of the
-        cheapest window around any of the coldest blocks, and elsewhere for what moves there, at
-        `move_cost` of `at_most` together. None: there is no such way. For the moment after
-        `victims` found none."""
-        if not self.evicts:
-            return None
-        size = granules_of(length)
-        self._join_spares()
+    def clearance(self, length: int, at_most: int) -> tuple[list[Slot], list[tuple[Slot, Slot]]]:
+        """How room is made where retained blocks alone are in the way: which blocks go, and which
+        retained ones move, each to where one goes that is named with it. Nothing when these cost
+        more than `at_most`, or find no place. For the moment after `victims` found none."""
         some = islice(self._slots.values(), LOOKED_MAX)
         blocks = chain(self.coldest(), (s for s in some if s.kept_until and _may_move(s)))
-        windows = self._windows(blocks, size, _clearing_cost, _may_move, set(), LOOKED_MAX)
-        window = cheapest(windows)
-        if window is None:
-            return None
-        kept = sorted((s for s in window.slots if s.kept_until), key=lambda s: s.size)
+        size = granules_of(length)
+        window = cheapest(self._windows(blocks, size, move_cost, _may_move, set(), LOOKED_MAX))
+        slots = [] if window is None else window.slots
+        kept = sorted((slot for slot in slots if slot.kept_until), key=_SIZE)
         if sum(map(move_cost, kept)) > at_most:
-            return None
-        inside = {slot.slot_id for slot in window.slots}
-        victims = [slot for slot in window.slots if not slot.kept_until]
-        without = [slot.size for slot in kept]
-        """Of those that have no place yet, ascending."""
-        coldest = islice(self._evictable.coldest(), LOOKED_MAX)
-        others = (self._slots[i] for i in coldest if i not in inside)
-        while without:
+            return [], []
+        inside = {slot.slot_id for slot in slots}
+        others = (s for s in islice(self.coldest(), LOOKED_MAX) if s.slot_id not in inside)
+        moves: list[tuple[Slot, Slot]] = []
+        while kept:
             place = next(others, None)
             if place is None:
-                return None
+                return [], []
             # To the largest that fits: whatever is left is the easiest to place.
-            if fits := bisect_right(without, place.size):
-                del without[fits - 1]
-                victims.append(place)
-        first, last = window.extents[0], window.extents[-1]
-        return Clearance(victims, kept, range(first.start, last.start + last.size))
+            if fits := bisect_right(kept, place.size, key=_SIZE):
+                moves.append((kept.pop(fits - 1), place))
+        return [slot for slot in slots if not slot.kept_until], moves
 
-    def moves_for(self, clearance: Clearance) -> list[Move]:
-        """Where those blocks go, now that the victims are free; none when it cannot be."""
-        self._join_spares()
-        # What is free on both sides of the window's border is one extent: only its part within
-        # is not to be taken.
-        within: list[tuple[int, int]] = []
-        for start, size in list(self._space):
-            first = max(start, clearance.window.start)
-            last = min(start + size, clearance.window.stop)
-            if first >= last:
-                continue
-            self._space.take_all(start)
-            if start < first:
-                self._space.give(start, first - start)
-            if last < start + size:
-                self._space.give(last, start + size - last)
-            within.append((first, last - first))
-        moves = self._moves_away(clearance.kept, [])
-        for first, size in within:
-            self._space.give(first, size)
-        return moves
+    def take_over(self, place: Slot, size: int) -> Slot:
+        """A slot of `size` granules where one begins that became free last, and is no smaller."""
+        freed = self._spares.pop()
+        assert freed is place
+        del self._slots[place.slot_id]
+        del self._ends[place.start + place.size]
+        if place.size > size:
+            self._space.give(place.start + size, place.size - size)
+        return self._add(place.start, size)
 
     # --- making room ------------------------------------------------------------
 
@@ -419,15 +314,13 @@ class Allocator:
                 looked_at.update(extent.slot.slot_id for extent in run if extent.slot is not None)
                 yield window
 
-    def _around(
-        self, seed: Extent, size: int, may: Callable[[Slot], bool], at_most: int = sys.maxsize
-    ) -> list[Extent]:
-        """`seed` and its neighbours on both sides, as far as a window with it can reach, `may` says
-        yes to what is there, and up to `at_most` on either side."""
+    def _around(self, seed: Extent, size: int, may: Callable[[Slot], bool]) -> list[Extent]:
+        """`seed` and its neighbours on both sides, as far as a window with it can reach and `may`
+        says yes to what is there."""
         reach = size + PAGE
         before: list[Extent] = []
         at = seed.start
-        while at > 0 and seed.start - at < reach and len(before) < at_most:
+        while at > 0 and seed.start - at < reach:
             start = self._space.ending(at)
             slot = None if start is not None else self._ends[at]
             if slot is not None:
@@ -439,7 +332,7 @@ class Allocator:
             at = start
         after: list[Extent] = []
         end = at = seed.start + seed.size
-        while at < self._space.size and at - end < reach and len(after) < at_most:
+        while at < self._space.size and at - end < reach:
             free = self._space.at(at)
             slot = None if free else self._slots[at // PAGE]
             if slot is not None and not may(slot):
@@ -498,13 +391,8 @@ class Allocator:
 
 
 def move_cost(slot: Slot) -> int:
-    """The cost of moving a block, in granules copied."""
-    return slot.size + MOVE_COSTS
-
-
-def _clearing_cost(slot: Slot) -> int:
-    """A retained block is copied, and another one goes for it."""
-    return move_cost(slot) + slot.size if slot.kept_until else slot.size
+    """The cost of moving a retained block, in granules; others are evicted."""
+    return slot.size + MOVE_COSTS if slot.kept_until else slot.size
 
 
 def _may_move(slot: Slot) -> bool:

@@ -43,11 +43,6 @@ class EvictionPolicy(Protocol):
         """A slot is evictable no more; False when it was not. It may come back by `insert`."""
         ...
 
-    def moved(self, old: Slot, new: Slot) -> bool:
-        """The block of `old` is in `new` now, of which nothing is known yet: True when that one has
-        its place in the order too, False when it must be inserted."""
-        ...
-
     def evicted(self, slots: Iterable[Slot]) -> None:
         """Blocks are about to go because space is needed, and are not removed yet."""
         ...
@@ -91,9 +86,6 @@ class LRU:
     def remove(self, slot: Slot) -> bool:
         slot_id = slot.slot_id
         return self._order.pop(slot_id, slot_id) is None
-
-    def moved(self, old: Slot, new: Slot) -> bool:
-        return False
 
     def evicted(self, slots: Iterable[Slot]) -> None:
         """Nothing of them is remembered."""

@@ -213,14 +213,6 @@ class HeadStart:
         del order[key]
         return True
 
-    def moved(self, old: Slot, new: Slot) -> bool:
-        new.uses, new.counted_at, new.placed_at = old.uses, old.counted_at, old.placed_at
-        for order in (self._lists[FRESH], self._lists[old.uses]):
-            if order.get(old.key) is old:
-                order[old.key] = new
-                return True
-        return False
-
     def evicted(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             if slot.uses:

@@ -1,7 +1,8 @@
 """Keeps the promises of a node that a block stays until a time, within a budget.
 
 A retained block is SEALED, and is not evicted before its time: `Slot.kept_until` is not 0 then,
-and the allocator does not count the slot among what may go. It may be moved. The promise ends
+and the allocator does not count the slot among what may go. It moves where it is in the way of a
+value that finds no other room. The promise ends
 with its time, by a release, and with the block itself: who drops, clears or resets it means it,
 and what turns out to be damaged goes. Clients do not hold it: it outlives them, and restarts of
 the node, which find it beside the header (`Keep`).

@@ -84,16 +84,6 @@ class Space:
             size += self._remove(start + size)
         self._insert(start, size)
 
-    def take_all(self, start: int) -> None:
-        """Take all of the free extent that begins there."""
-        self.free -= self._remove(start)
-
-    def largest_first(self) -> Iterator[tuple[int, int]]:
-        """(start, size) of each free extent, the largest first; good until the next change."""
-        for size in reversed(self._sizes):
-            for start in self._by_size[size]:
-                yield start, size
-
     def at(self, start: int) -> int:
         """Size in granules of the free extent that begins there; 0 when none does."""
         return self._starts.get(start, 0)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import heapq
 import os
-import random
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvstore.core.events import Write
-from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.node import NodeCore
 from kvstore.limits import Limits
 from kvstore.node import takeover
@@ -43,25 +40,6 @@ AT_ONCE_ITEMS = MESSAGE_ITEMS + TURN_ITEMS
 """Requests of simulated clients are for a dozen blocks at most: these are in parts."""
 POLICY_NAMES = ("lru", "head-start")
 """By turns over the seeds: nothing is drawn for it."""
-MOVES = 0.1
-"""How often a block is moved before a slot is taken."""
-
-
-class RestlessCore(NodeCore):
-    """Moves blocks for no reason: in so small nodes there is a reason once in ten worlds."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._rng = random.Random(self.epoch)
-
-    def _take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
-        if self._rng.random() < MOVES:
-            idle = [s for s in self.by_key.values() if s.state is SlotState.SEALED and not s.pins]
-            old = self._rng.choice(idle) if idle else None
-            new = self.allocator.take(old.length) if old is not None else []
-            if old is not None and new:
-                self._move(old, new[0], writes)
-        return super()._take(length, count, writes, now)
 
 
 class SimLoop:
@@ -131,8 +109,6 @@ class SimConnection(Connection):
 
 class SimNode(Node):
     """Runs one start of a node."""
-
-    core_class = RestlessCore
 
     def __init__(self, world: World, run_dir: Path, name: str) -> None:
         config = NodeConfig(

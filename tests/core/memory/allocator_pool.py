@@ -7,9 +7,6 @@ import random
 from kvstore.core.memory.allocator import Allocator
 from kvstore.core.memory.granules import GRANULE_BYTES, granules_of
 from kvstore.core.memory.slots import SlotEvent, SlotState
-from kvstore.limits import (
-    MOVED_BYTES_MAX,
-)
 
 MIB = 1 << 20
 
@@ -20,8 +17,6 @@ class Pool:
         self.size_bytes = size_bytes
         self.sealed = {}
         self.evicted = []
-        self.moved = []
-        self.may_move = MOVED_BYTES_MAX // GRANULE_BYTES
         self.evictions = []
         """(request in granules, sizes of what was evicted for it)"""
 
@@ -31,10 +26,6 @@ class Pool:
 
     def put(self, length: int, *, seal: bool = True):
         slot = self.take(length)
-        if slot is None:
-            for old, new in self.allocator.moves(length, self.may_move):
-                self.move(old, new)
-            slot = self.take(length)
         if slot is None:
             victims = self.allocator.victims(length)
             if not victims:
@@ -52,15 +43,6 @@ class Pool:
         if seal:
             self.seal(slot)
         return slot
-
-    def move(self, old, new) -> None:
-        assert (old.state, old.pins, old.size) == (SlotState.SEALED, 0, new.size)
-        assert new.state is SlotState.FREE
-        new.length = old.length
-        new.move(SlotEvent.RESERVE)
-        self.seal(new)
-        self.drop(old)
-        self.moved.append(new)
 
     def drop(self, slot) -> None:
         slot.move(SlotEvent.EVICT)

@@ -1,7 +1,5 @@
 """The contract of every eviction policy, and what LRU adds to it."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,7 @@ LATER = 1 << 40
 SLOTS = 6
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "touch", "remove", "moved", "begins", "evicted"]),
+        st.sampled_from(["insert", "touch", "remove", "begins", "evicted"]),
         st.integers(0, SLOTS - 1),
         st.integers(0, 9),
     ),
@@ -30,7 +28,6 @@ class Driven:
         self.slots = [slot_of(number) for number in range(SLOTS)]
         self.held, self.fresh = set(), []
         self.now, self.tick = 0.0, 0
-        self.places = itertools.count(100)
 
     def used(self, slot):
         self.tick += 1
@@ -68,18 +65,6 @@ class Driven:
         self.policy.remove(slot)
         slot.uses = 0  # as the allocator does where a slot becomes free
         self.drop(number)
-
-    def moved(self, number, _):
-        old, new = self.slots[number], slot_of(number, next(self.places))
-        placed = self.policy.moved(old, new)
-        assert not placed or number in self.held
-        assert self.policy.remove(old) is (number in self.held and not placed)
-        self.slots[number] = new
-        old.uses = 0
-        if placed:
-            new.last_use = old.last_use
-        else:
-            self.drop(number)
 
     def begins(self, _, seconds):
         self.now += seconds
@@ -194,4 +179,3 @@ def test_lru_counts_nothing():
     one.insert(1, 1)
     one.touch(1, 7)
     assert one.slots[1].uses == 0
-    assert not one.policy.moved(one.slots[1], slot_of(1, 9))

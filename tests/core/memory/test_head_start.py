@@ -20,7 +20,6 @@ class Driven:
     def __init__(self, blocks=200, **limits):
         self.policy, self.model = HeadStart(), Model(**limits)
         self.slots = {number: slot_of(number) for number in range(blocks)}
-        self.places = blocks
         self.now, self.tick = 0.0, 0
 
     def begins(self, seconds):
@@ -56,15 +55,6 @@ class Driven:
         self.remove(number)
         self.model.freed(slot)
         slot.uses = 0
-
-    def moved(self, number):
-        old = self.slots[number]
-        new = self.slots[number] = slot_of(number, self.places)
-        self.places += 1
-        placed = self.policy.moved(old, new)
-        assert placed == (old.key in self.model.order)
-        new.last_use = old.last_use
-        assert not self.policy.remove(old)
 
     def order(self):
         by_id = {slot.slot_id: slot.key for slot in self.slots.values()}
@@ -106,8 +96,6 @@ def test_the_order_is_that_of_a_look_at_all_blocks(seed, monkeypatch):
             one.remove(number)
         elif chance < 0.7 and known:
             one.insert(number, rng.choice([0, 1]))
-        elif chance < 0.75 and known:
-            one.moved(number)
         elif chance < 0.8:
             one.freed(number, evicted=False)
         while len(one.model.order) > capacity:
@@ -188,20 +176,6 @@ class TestHeadStart:
         one.remove(1)
         one.begins(500)
         assert one.insert(1, 0) == 4, "nobody used what was retained"
-
-    def test_a_moved_block_keeps_place_and_uses(self):
-        one = Driven()
-        one.begins(0)
-        for number in (1, 2, 3):
-            one.insert(number)
-        one.moved(2)
-        one.begins(5)
-        one.moved(1)
-        assert one.order() == [key_of(1), key_of(2), key_of(3)]
-        assert one.touch(1) == 2
-        one.remove(3)
-        one.moved(3)
-        assert one.insert(3) == 2
 
     def test_later_is_by_the_order_of_the_policy(self):
         """What was used last before may go after what was used since."""

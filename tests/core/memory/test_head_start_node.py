@@ -190,20 +190,6 @@ def test_what_is_used_again_and_again_outlives_what_passes_through():
     assert node.there(1, 2, 3) == []
 
 
-def test_a_moved_block_keeps_its_place_and_its_uses():
-    node = Node()
-    node.put(1)
-    node.touch(1)
-    node.put(2)
-    node.put(3)
-    (new,) = node.core.allocator.take(PAGE)
-    node.touch()
-    node.core._move(node.slot(2), new, [])
-    assert node.slot(2) is new
-    assert node.uses(1, 2, 3) == [2, 1, 1]
-    assert [slot.key for slot in node.core.allocator.coldest()] == list(map(key_of, (2, 3, 1)))
-
-
 def test_room_for_a_large_value_is_where_blocks_go_first_not_where_they_were_used_first():
     """Of two places for it, one has blocks of long ago that were used often."""
     often, once = range(1, 9), range(9, 17)

@@ -143,12 +143,9 @@ class TestSpace:
         space = Space(128, [(2, PAGED), (40, PAGED + PAGE)])
         assert one(space, PAGED, high=False) == 40
 
-    def test_the_largest_extent_is_told_and_may_be_taken_whole(self):
+    def test_the_largest_extent_is_told(self):
         space = Space(64, [(0, 8), (16, 24), (48, 16)])
         assert (space.largest, space.free) == (24, 48)
-        space.take_all(16)
-        assert (space.largest, space.free) == (16, 24)
-        assert list(space.largest_first()) == [(48, 16), (0, 8)]
 
     @settings(max_examples=60)
     @given(st.integers(0, 2**32))

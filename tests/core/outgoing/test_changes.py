@@ -51,12 +51,12 @@ def test_what_came_and_went_since_the_last_look_is_not_told(core):
 
 
 def test_an_evicted_block_is_told_and_one_that_moved_is_not(core):
-    reserve(core, KEYS[:40])
-    core.changes.take()
-    core.handle(Drop(1, 2, KEYS[0:40:2]), 0.0)
+    reserve(core, KEYS[:32], size=8192)
+    core.handle(Retain(1, 2, KEYS[:16:2], 50, 7), 0.0)
+    core.handle(Retain(1, 2, KEYS[16:32:2], 50, 8), 0.0)
     core.changes.take()
     before = sealed(core)
-    reserve(core, KEYS[50:51], size=100 << 10)
+    reserve(core, KEYS[50:51], size=16384)
     assert core.counts["moved"]
     stored, removed = core.changes.take()
     assert stored == [KEYS[50]]
@@ -84,4 +84,3 @@ def test_whatever_happens_the_sum_of_all_changes_is_what_is_sealed(core):
             told = (told - set(removed)) | set(stored)
             assert told == sealed(core) == set(core.listed.keys())
     assert core.counts["evicted"]
-    assert core.counts["moved"]
