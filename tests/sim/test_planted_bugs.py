@@ -32,7 +32,7 @@ FOUND_BY = {
     "commit_of_a_cleared_block_seals_it": 16,
     "half_written_header_trusted": 12,
     "lease_ends_with_who_took_it": 1,
-    "moved_block_stays_at_its_old_place_too": 81,
+    "moved_block_stays_at_its_old_place_too": 172,
     "no_check_after_reading_a_batch": 13,
     "no_generation_check": 7,
     "no_generation_check_after_a_batch": 77,
