@@ -47,7 +47,7 @@ class CoreStore(MemoryBlockStore):
         self.now = 0.0
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
-        by_key = self.core.by_key
+        by_key = self.core.blocks.by_key
         found = LookupResult(BlockRef(key, RECORD) if key in by_key else None for key in keys)
         if None in found:
             found.short = MissReason.ABSENT
@@ -60,10 +60,10 @@ class CoreStore(MemoryBlockStore):
         answers: Any = self.core.handle(put, self.now).replies[0].body
         grants = [(one.slot_id, one.generation, 0) for one in answers if isinstance(one, Grant)]
         self.core.handle(Commit(SESSION, 2, grants), self.now)
-        outbox = self.core.outbox  # the index hears of it at once
+        outbox = self.core.blocks.outbox  # the index hears of it at once
         outbox.published(outbox.take_publications(n))
         outbox.removed(outbox.take_removals(outbox.removals_pending))
-        return all(key in self.core.by_key for key in keys)
+        return all(key in self.core.blocks.by_key for key in keys)
 
     def touch(self, keys: Sequence[Key]) -> None:
         if keys:
@@ -71,7 +71,7 @@ class CoreStore(MemoryBlockStore):
 
     @property
     def used_bytes(self) -> int:
-        return sum(slot.length for slot in self.core.by_key.values())
+        return sum(slot.length for slot in self.core.blocks.by_key.values())
 
 
 class Engine:
@@ -182,7 +182,7 @@ class Engine:
 
     def _load(self, job: LoadJob, report: WorkerReport) -> bool:
         """Use what the job loads, as a worker does behind its load."""
-        by_key = self.store.core.by_key
+        by_key = self.store.core.blocks.by_key
         for position, block in enumerate(job.blocks):
             if not block.found or any(found.key not in by_key for found in block.found):
                 report.failed_blocks[job.job_id] = position

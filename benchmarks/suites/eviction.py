@@ -99,15 +99,17 @@ def _replayed(prompts: Iterable[Prompt], capacity: int, policy: str) -> tuple[in
     for prompt in prompts:
         keys = space.engine_keys(list(map(_hash, prompt.blocks)))
         n = len(keys)
-        hits += next((i for i, key in enumerate(keys) if key not in core.by_key), n)
+        hits += next((i for i, key in enumerate(keys) if key not in core.blocks.by_key), n)
         none = [0] * n
         put = Reserve(1, 1, keys, [len(VALUE)] * n, NAMESPACE, none, none, [VALUE] * n, none)
         started = time.process_time()
         core.handle(put, prompt.at)
         cpu_s += time.process_time() - started
         # The index hears of it at once.
-        core.outbox.published(core.outbox.take_publications(n))
-        core.outbox.removed(core.outbox.take_removals(core.outbox.removals_pending))
+        core.blocks.outbox.published(core.blocks.outbox.take_publications(n))
+        core.blocks.outbox.removed(
+            core.blocks.outbox.take_removals(core.blocks.outbox.removals_pending)
+        )
     return hits, cpu_s
 
 

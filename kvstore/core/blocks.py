@@ -31,7 +31,14 @@ from kvstore.core.outgoing.changes import Changes
 from kvstore.core.outgoing.departures import GONE_KEYS_MAX, Departures, GoneWhy
 from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
 from kvstore.keys import ttl_of
-from kvstore.limits import PENDING_REMOVE_MAX, SLOT_BYTES_MIN, VALUE_BYTES_MAX, Limits
+from kvstore.limits import (
+    EXPIRED_AT_ONCE_BYTES,
+    MOVED_BYTES_MAX,
+    PENDING_REMOVE_MAX,
+    SLOT_BYTES_MIN,
+    VALUE_BYTES_MAX,
+    Limits,
+)
 from kvstore.record import BlockParts, RecordSigner, node_start, pack_each, pack_place
 from kvstore.types import Key
 
@@ -62,7 +69,6 @@ class Blocks:
     ) -> None:
         self.node_id = node_id
         self.epoch = epoch
-        self.limits = limits
         self._signer = signer
         self._start = node_start(node_id, epoch)
         self.allocator = Allocator(size_bytes, policy)
@@ -94,7 +100,22 @@ class Blocks:
         """Uses that the next block of the run at hand has at least."""
         self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
-    def _take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
+    def begin_event(self, now: float, writes: list[Write]) -> None:
+        """An event happens now: end what is over by then."""
+        self.now = now
+        self.allocator.begins(now)
+        if self.retained.next_end <= now:
+            for slot in self.retained.over(now):
+                self.end_retention(slot, writes)
+        if self.bounded.next_end <= now:
+            self._expire(writes, EXPIRED_AT_ONCE_BYTES)
+
+    def begin_request(self) -> None:
+        """A request for slots begins: as much may move as for any other."""
+        self._may_move = MOVED_BYTES_MAX // GRANULE_BYTES
+        self._no_room_bytes = VALUE_BYTES_MAX + 1
+
+    def take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
         """Slots in state RESERVED for up to `count` values of `length` bytes each: as many as find
         room at once. None when every one that fits is reserved or pinned."""
         slots = self.allocator.take(length, count)
@@ -123,7 +144,7 @@ class Blocks:
         assert not any(victim.kept_until for victim in victims)
         self.counts["evicted"] += len(victims)
         self.allocator.evicted(victims)
-        self._free(victims, SlotEvent.EVICT, writes)
+        self.free(victims, SlotEvent.EVICT, writes)
         self.gone.note_each((victim.key for victim in victims), GoneWhy.EVICTED, now)
 
     def _move_away(self, length: int, writes: list[Write], now: float) -> None:
@@ -167,9 +188,9 @@ class Blocks:
         freed: list[Write] = []
         until_s, tenant = old.kept_until, old.tenant
         self._retain_no_more(old, freed)
-        self._free([old], SlotEvent.EVICT, freed)
-        self._retain(new, until_s, tenant, writes)
-        self._seal([new], writes)
+        self.free([old], SlotEvent.EVICT, freed)
+        self.retain(new, until_s, tenant, writes)
+        self.seal([new], writes)
         writes += freed
         self.counts["moved"] += 1
 
@@ -198,7 +219,7 @@ class Blocks:
         self.bounds = bounds
         self._generation = bounds.generation
 
-    def _seal(self, slots: Sequence[Slot], writes: list[Write], *, run: bool = False) -> None:
+    def seal(self, slots: Sequence[Slot], writes: list[Write], *, run: bool = False) -> None:
         """RESERVED to SEALED. `run`: the end of a run comes first."""
         move_each(slots, SlotEvent.COMMIT)
         for slot in slots:
@@ -220,7 +241,7 @@ class Blocks:
         writes += map(seal_of, parts)
         self.outbox.publish(*slots)
 
-    def _release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
+    def release(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> None:
         """End a reservation unsealed."""
         self.counts["aborted"] += 1
         if slot.key:  # not known of one that a former start of the node granted
@@ -228,10 +249,10 @@ class Blocks:
         self._forget_keys(slot)
         slot.move(SlotEvent.ABORT)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
-        self._wipe(slot, writes)
+        self.wipe(slot, writes)
         self.allocator.became_free(slot)
 
-    def _wipe(self, slot: Slot, writes: list[Write]) -> None:
+    def wipe(self, slot: Slot, writes: list[Write]) -> None:
         """Leave nothing of a block whose life is bounded, nor of what nobody knows any more."""
         if ttl_of(slot.namespace_id) or not slot.key:
             writes.append(Fill(slot.offset, bytes(slot.size * GRANULE_BYTES)))
@@ -242,7 +263,7 @@ class Blocks:
                 del self.by_key[slot.key]
                 self.names.pop(slot.key, None)
 
-    def _free(self, slots: Sequence[Slot], event: SlotEvent, writes: list[Write]) -> None:
+    def free(self, slots: Sequence[Slot], event: SlotEvent, writes: list[Write]) -> None:
         """Take SEALED slots out: readers miss from here on, the index hears of it."""
         bounded = [slot for slot in slots if slot.dies_at]
         for slot in slots:
@@ -264,7 +285,7 @@ class Blocks:
         for slot in bounded:
             writes.append(Keep(slot.slot_id, 0, 0))
             if slot.state is free:
-                self._wipe(slot, writes)
+                self.wipe(slot, writes)
         self.allocator.became_free(*(slot for slot in slots if slot.state is free))
 
     def _expire(self, writes: list[Write], at_most_bytes: int) -> None:
@@ -272,20 +293,20 @@ class Blocks:
         for slot in self.bounded.over(self.now, at_most_bytes):
             self.counts["expired"] += 1
             self.gone.note(slot.key, GoneWhy.EXPIRED, self.now)
-            self._free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
+            self.free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
 
-    def _drop_slot(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
+    def drop(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
         """Drop a block by request; a reserved one will not be sealed."""
         self.gone.note(slot.key, why, now)
         if slot.state is SlotState.RESERVED:
             slot.void = True
             self._forget_keys(slot)
             return False
-        self._free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
+        self.free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
         self.counts["dropped"] += 1
         return True
 
-    def _retain(self, slot: Slot, until_s: int, tenant: int, writes: list[Write]) -> None:
+    def retain(self, slot: Slot, until_s: int, tenant: int, writes: list[Write]) -> None:
         """Retain a slot that is not. One that may be evicted is to be taken out of those first."""
         self.retained.add(slot, until_s, tenant)
         writes.append(Keep(slot.slot_id, until_s, tenant))
@@ -297,25 +318,25 @@ class Blocks:
             self.retained.remove(slot)
             writes.append(Keep(slot.slot_id, 0, 0))
 
-    def _end_retention(self, slot: Slot, writes: list[Write]) -> None:
+    def end_retention(self, slot: Slot, writes: list[Write]) -> None:
         """A retained block becomes one like others: not one use more, but it goes after them."""
         self._retain_no_more(slot, writes)
         if not slot.pins:
             self.allocator.became_evictable(slot, least=0)
 
-    def _pin_slot(self, slot: Slot, writes: list[Write]) -> None:
+    def pin(self, slot: Slot, writes: list[Write]) -> None:
         if slot.pins == 0:
             self.allocator.became_busy(slot)
             writes.append(Hold(slot.slot_id, True))
         slot.pins += 1
 
-    def _pinned_slot(self, slot_id: int) -> Slot:
+    def pinned(self, slot_id: int) -> Slot:
         slot = self.allocator.slot(slot_id)
         assert slot is not None
         assert slot.pins > 0
         return slot
 
-    def _unpin_slot(self, slot: Slot, count: int, writes: list[Write], least: int = 1) -> int:
+    def unpin(self, slot: Slot, count: int, writes: list[Write], least: int = 1) -> int:
         """`least` and what is returned are as in `EvictionPolicy`: who lets go has used it."""
         slot.pins -= count
         assert slot.pins >= 0
@@ -324,7 +345,7 @@ class Blocks:
         writes.append(Hold(slot.slot_id, False))
         if slot.state is SlotState.DOOMED:
             slot.move(SlotEvent.UNPIN)
-            self._wipe(slot, writes)
+            self.wipe(slot, writes)
             self.allocator.became_free(slot)
             return least
         return self.allocator.became_evictable(slot, least=least)

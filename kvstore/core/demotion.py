@@ -17,7 +17,7 @@ from kvstore.core.memory.slots import Slot, SlotEvent, SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.keys import TTL_FIELD, ttl_of
-from kvstore.types import PutResult, Retained, rejected
+from kvstore.types import NO_SPACE, PutResult, Retained, rejected
 
 
 class DemotingCore(NodeCore):
@@ -26,7 +26,7 @@ class DemotingCore(NodeCore):
     def __init__(self, **options: Any) -> None:
         """See `NodeCore`."""
         super().__init__(**options)
-        self.allocator.evicts = False
+        self.blocks.allocator.evicts = False
         self._refused_bytes = 0
         """The largest value that found no room in one piece since one as large did."""
         self._handlers[Retain] = self._retain_nothing
@@ -38,15 +38,12 @@ class DemotingCore(NodeCore):
     ) -> list[Slot] | PutResult:
         if ttl_of(event.namespace_id):
             return rejected(f"{TTL_FIELD}: blocks whose life is bounded are not kept in VRAM")
-        return super()._take_for(session, event, at, writes, now)
-
-    def _take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
-        slots = super()._take(length, count, writes, now)
-        if not slots:
+        taken, length = super()._take_for(session, event, at, writes, now), event.sizes[at]
+        if taken is NO_SPACE:
             self._refused_bytes = max(self._refused_bytes, length)
-        elif length >= self._refused_bytes:
+        elif isinstance(taken, list) and length >= self._refused_bytes:
             self._refused_bytes = 0
-        return slots
+        return taken
 
     def _retain_nothing(self, event: Retain, effects: Effects, now: float) -> None:
         """What is here goes down, and may be retained there."""
@@ -55,21 +52,21 @@ class DemotingCore(NodeCore):
 
     def _coldest(self, event: Coldest, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
-        short_bytes = event.free_bytes - self.allocator.free_bytes
+        short_bytes = event.free_bytes - self.blocks.allocator.free_bytes
         leave: list[Slot] = []
         if short_bytes > 0:
-            for slot in islice(self.allocator.coldest(), event.at_most):
+            for slot in islice(self.blocks.allocator.coldest(), event.at_most):
                 if short_bytes <= 0:
                     break
                 short_bytes -= slot.length
                 leave.append(slot)
         elif self._refused_bytes:
             # Enough is free, but not in one piece.
-            leave = self.allocator.in_the_way(self._refused_bytes)[: event.at_most]
+            leave = self.blocks.allocator.in_the_way(self._refused_bytes)[: event.at_most]
             self._refused_bytes = 0
         chosen: list[ColdBlock] = []
         for slot in leave:
-            self.allocator.became_busy(slot)
+            self.blocks.allocator.became_busy(slot)
             slot.pins = 1
             session.pins[slot.slot_id] = 1
             effects.writes.append(Hold(slot.slot_id, True))
@@ -89,15 +86,17 @@ class DemotingCore(NodeCore):
     def _retire(self, event: Retire, effects: Effects, now: float) -> None:
         session = self._sessions.get(event.session, Session())
         for slot_id, generation in event.items:
-            slot = self.allocator.slot(slot_id)
+            slot = self.blocks.allocator.slot(slot_id)
             if slot is None or slot.generation != generation or slot_id not in session.pins:
                 continue
             # Who took it down has not used it.
-            self._unpin_slot(slot, session.pins.pop(slot_id), effects.writes, least=0)
+            self.blocks.unpin(slot, session.pins.pop(slot_id), effects.writes, least=0)
             if slot.state is not SlotState.SEALED:
                 continue  # it was dropped meanwhile, and is free by now
-            self.gone.note(slot.key, GoneWhy.EVICTED, now)
-            self.counts["evicted"] += 1
-            self.allocator.evicted([slot])
-            self._free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, effects.writes)
+            self.blocks.gone.note(slot.key, GoneWhy.EVICTED, now)
+            self.blocks.counts["evicted"] += 1
+            self.blocks.allocator.evicted([slot])
+            self.blocks.free(
+                [slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, effects.writes
+            )
         effects.replies.append(Reply(event.session, event.request, None, False))

@@ -5,7 +5,7 @@ the one towards the index. The daemon and the simulator drive the same code.
 
 What there is: slots, each in a state of memory/slots.py, and sessions, each what one client holds:
 reservations (slots in RESERVED) and pins. blocks.py has every way from one state to the next;
-reservations.py and this file say who may ask for it. A reservation is of one session, and ends in
+this file says who may ask for it. A reservation is of one session, and ends in
 one of these:
 
     event            from                                  the slot becomes
@@ -34,16 +34,17 @@ Must never happen:
 - a publication in `outbox` of what is not SEALED (rule 3), or effects in another order than this
   file put them in: headers are written before anybody is answered.
 
-One class, because each event is a method of a few lines; a longer file for the table above.
+In one file, because it is one class: each event is a method, and a reservation ends in one of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from kvstore.core.answers import PinAnswer, ResetAnswer
+from kvstore.core.answers import NOT_HELD, PinAnswer, PutAnswer, ResetAnswer, grant_of
+from kvstore.core.blocks import Blocks
 from kvstore.core.bounded import NO_TENANT
 from kvstore.core.events import (
     NOBODY,
@@ -57,6 +58,7 @@ from kvstore.core.events import (
     Event,
     Expire,
     Explain,
+    Fill,
     Introduce,
     Keep,
     Listing,
@@ -74,30 +76,35 @@ from kvstore.core.events import (
     Touch,
     Unpin,
     Write,
+    mark_of,
 )
-from kvstore.core.holdings import Session
+from kvstore.core.holdings import FORMER, Session
 from kvstore.core.memory.eviction import LRU, PolicyFactory
-from kvstore.core.memory.slots import SlotState
+from kvstore.core.memory.granules import PAGE
+from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.namespaces import Namespaces
 from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.core.report import explain, listing, stats
-from kvstore.core.reservations import Reservations
 from kvstore.core.resets import Resets
-from kvstore.limits import (
-    CHECKED_BYTES_PER_S_MAX,
-    EXPIRED_AT_ONCE_BYTES,
-    NAMESPACES_MAX,
-    Limits,
-)
+from kvstore.limits import CHECKED_BYTES_PER_S_MAX, NAMESPACES_MAX, Limits
 from kvstore.record import RecordSigner
 from kvstore.token_bucket import TokenBucket
-from kvstore.types import Key, Retained
+from kvstore.types import (
+    EXISTS,
+    IN_PROGRESS,
+    NO_SPACE,
+    STORED,
+    Key,
+    PutResult,
+    Retained,
+    rejected,
+)
 
 NAMES_MAX = 1 << 14
 """Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
 
 
-class NodeCore(Reservations):
+class NodeCore:
     """State of one node: its blocks, and which client holds what."""
 
     def __init__(
@@ -110,15 +117,20 @@ class NodeCore(Reservations):
         policy: PolicyFactory = LRU,
         signer: RecordSigner | None = None,
     ) -> None:
-        super().__init__(
+        self.node_id, self.epoch = node_id, epoch
+        self.limits = limits or Limits()
+        self.blocks = Blocks(
             node_id=node_id,
             epoch=epoch,
             size_bytes=size_bytes,
-            limits=limits or Limits(),
+            limits=self.limits,
             policy=policy,
             signer=signer,
         )
         self._sessions: dict[int, Session] = {}
+        """By number of the client."""
+        self._run_of = FORMER
+        """Whose run was walked last."""
         self.namespaces = Namespaces(NAMESPACES_MAX)
         self.resets = Resets()
         self._checks = TokenBucket(CHECKED_BYTES_PER_S_MAX)
@@ -149,30 +161,255 @@ class NodeCore(Reservations):
     def handle(self, event: Event, now: float) -> Effects:
         """Decide. `now` is in seconds of a clock that never runs backwards."""
         effects = Effects([], [], [])
-        self.now = now
-        self.allocator.begins(now)
-        if self.retained.next_end <= now:
-            for slot in self.retained.over(now):
-                self._end_retention(slot, effects.writes)
-        if self.bounded.next_end <= now:
-            self._expire(effects.writes, EXPIRED_AT_ONCE_BYTES)
+        self.blocks.begin_event(now, effects.writes)
         self._handlers[type(event)](event, effects, now)
         return effects
 
     def _nothing(self, event: Expire, effects: Effects, now: float) -> None:
         """Every event ends the lives that are over."""
 
+    # --- reserving ------------------------------------------------------
+
+    def holds(self, session: int) -> bool:
+        """Whether this session has reservations or pins that must outlive its connection."""
+        state = self._sessions.get(session)
+        return state is not None and bool(state.reserved or state.pins)
+
+    def held_slots(self, session: int) -> list[int]:
+        """The slots that this session has reserved or pinned, in the order in which they are let
+        go of when it ends."""
+        state = self._sessions.get(session)
+        return [] if state is None else [*state.reserved, *reversed(state.pins)]
+
+    def former(self) -> Session:
+        """What clients of former starts of this node may hold; `SessionDead(FORMER)` ends it."""
+        return self._sessions.setdefault(FORMER, Session())
+
+    def sessions(self) -> Iterable[Session]:
+        """Clients that have reserved or pinned something."""
+        return self._sessions.values()
+
+    def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
+        session = self._sessions.setdefault(event.session, Session())
+        self.blocks.begin_request()
+        answers: list[PutAnswer] = []
+        used: list[Slot] = []
+        stored = self.blocks.counts["stored"]
+        while (at := len(answers)) < len(event.keys):
+            slot = self.blocks.by_key.get(event.keys[at])
+            if slot is not None:
+                answers.append(self._already(slot))
+                used.append(slot)
+                continue
+            taken = self._take_for(session, event, at, effects.writes, now)
+            if isinstance(taken, PutResult):
+                self.blocks.counts["rejected"] += 1
+                full = taken is NO_SPACE
+                why = GoneWhy.REFUSED_SPACE if full else GoneWhy.REFUSED_SIZE
+                self.blocks.gone.note(event.keys[at], why, now)
+                answers.append(taken)
+                continue
+            used += self._give(session, taken, event, answers, effects.writes, now)
+        if len(used) > 1:
+            self._begin_run(event.session, goes_on=False)
+            self._used(used)
+        effects.replies.append(
+            Reply(event.session, event.request, answers, self.blocks.counts["stored"] > stored)
+        )
+
+    def _give(
+        self,
+        session: Session,
+        slots: Sequence[Slot],
+        event: Reserve,
+        answers: list[PutAnswer],
+        writes: list[Write],
+        now: float,
+    ) -> list[Slot]:
+        """Make them those of the next keys that have no answer, and answer; returns the ones whose
+        values came along, which are SEALED."""
+        reserved, marks = SlotState.RESERVED, []
+        fills: list[Write] = []
+        filled: list[Slot] = []
+        at = slice(len(answers), len(answers) + len(slots))
+        for slot, key, length, kind, meta_length, value, checksum in zip(
+            slots,
+            event.keys[at],
+            event.sizes[at],
+            event.kinds[at],
+            event.meta_lengths[at],
+            event.values[at],
+            event.checksums[at],
+            strict=True,
+        ):
+            slot.key = key
+            slot.length = length
+            slot.kind = kind
+            slot.meta_length = meta_length
+            slot.namespace_id = event.namespace_id
+            slot.reserved_at = slot.used_at = now
+            slot.void = False
+            slot.published = False
+            slot.former_epoch = 0
+            self.blocks.by_key[key] = slot
+            slot_id, generation = slot.slot_id, slot.generation
+            marks.append((slot_id, reserved, generation, slot.start % PAGE, slot.size))
+            if value is None:
+                session.reserved[slot_id] = slot
+                answers.append(grant_of((slot_id, generation, slot.offset)))
+            else:
+                fills.append(Fill(slot.offset, value))
+                slot.checksum = checksum
+                filled.append(slot)
+                answers.append(STORED)
+        writes += map(mark_of, marks)
+        writes += fills
+        self.blocks.seal(filled, writes)
+        self.blocks.counts["stored"] += len(filled)
+        return filled
+
+    def _already(self, slot: Slot) -> PutResult:
+        if slot.state is SlotState.SEALED:
+            self.blocks.counts["exists"] += 1
+            self.blocks.allocator.used(slot)
+            slot.used_at = self.blocks.now
+            return EXISTS
+        self.blocks.counts["in_progress"] += 1
+        return IN_PROGRESS
+
+    def _take_for(
+        self, session: Session, event: Reserve, at: int, writes: list[Write], now: float
+    ) -> list[Slot] | PutResult:
+        """Slots in state RESERVED for the key at that place and those behind it, as many as there
+        is room for at once; or why there is none."""
+        length, most = event.sizes[at], self.limits.reservations_per_client
+        if not 0 < length <= self.blocks.allocator.value_bytes_max:
+            return rejected(
+                f"size_bytes={length}: must be 1 to {self.blocks.allocator.value_bytes_max}"
+            )
+        left = most - len(session.reserved)
+        if left <= 0:
+            return rejected(f"open reservations={len(session.reserved)}: at most {most} a client")
+        count = min(left, self._alike(event, at))
+        return self.blocks.take(length, count, writes, now) or NO_SPACE
+
+    def _alike(self, event: Reserve, at: int) -> int:
+        """How many keys from that place on are new, each another, for values of one size."""
+        size, keys, by_key = event.sizes[at], set[Key](), self.blocks.by_key
+        for i in range(at, len(event.keys)):
+            key = event.keys[i]
+            if event.sizes[i] != size or key in keys or key in by_key:
+                break
+            keys.add(key)
+        return len(keys)
+
+    def _commit(self, event: Commit, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session)
+        answers: list[PutResult] = []
+        sealed: list[Slot] = []
+        self._begin_run(event.session, event.goes_on)
+        # Backwards: see `_used`.
+        for slot_id, generation, checksum in reversed(event.items):
+            slot = self._owned(session, slot_id, generation)
+            if slot is None or session is None:
+                answers.append(NOT_HELD)
+                self.blocks.counts["rejected"] += 1
+                continue
+            del session.reserved[slot_id]
+            if slot.void:
+                self.blocks.release(slot, GoneWhy.CLEARED, effects.writes, now)
+                self.blocks.counts["rejected"] += 1
+                answers.append(rejected("cleared while it was being written"))
+                continue
+            slot.checksum = checksum
+            sealed.append(slot)
+            answers.append(STORED)
+        self.blocks.seal(sealed, effects.writes, run=True)
+        self.blocks.counts["stored"] += len(sealed)
+        answers.reverse()
+        effects.replies.append(Reply(event.session, event.request, answers, True))
+
+    @staticmethod
+    def _owned(session: Session | None, slot_id: int, generation: int) -> Slot | None:
+        if session is None:
+            return None
+        slot = session.reserved.get(slot_id)
+        return slot if slot is not None and slot.generation == generation else None
+
+    def _abort(self, event: Abort, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session)
+        for slot_id, generation in event.items:
+            slot = self._owned(session, slot_id, generation)
+            if slot is not None and session is not None:
+                del session.reserved[slot_id]
+                self.blocks.release(slot, GoneWhy.ABORTED, effects.writes, now)
+        effects.replies.append(Reply(event.session, event.request, None, False))
+
+    def _session_resumed(self, event: SessionResumed, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session)
+        if session is None:
+            return
+        for slot_id in self.held_slots(event.session) if event.slots is None else event.slots:
+            slot = session.reserved.get(slot_id)
+            if slot is not None and event.reserved.get(slot_id) != slot.generation:
+                del session.reserved[slot_id]
+                self.blocks.release(slot, GoneWhy.ABORTED, effects.writes, now)
+            self._unpin_to(session, slot_id, event.pinned.get(slot_id, 0), effects.writes)
+
+    def _unpin_to(self, session: Session, slot_id: int, times: int, writes: list[Write]) -> None:
+        """Have a session's pins of a slot be no more than so many."""
+        count = session.pins.get(slot_id, 0)
+        kept = min(times, count)
+        if kept == count:
+            return
+        session.pins[slot_id] = kept
+        if kept == 0:
+            del session.pins[slot_id]
+        self.blocks.unpin(self.blocks.pinned(slot_id), count - kept, writes)
+
+    def _session_dead(self, event: SessionDead, effects: Effects, now: float) -> None:
+        session = self._sessions.get(event.session)
+        if session is None:
+            return
+        for slot_id in self.held_slots(event.session) if event.slots is None else event.slots:
+            slot = session.reserved.pop(slot_id, None)
+            if slot is not None:
+                self.blocks.counts["writers_died"] += 1
+                self.blocks.release(slot, GoneWhy.WRITER_DIED, effects.writes, now)
+            self._unpin_to(session, slot_id, 0, effects.writes)
+        if event.slots is None:
+            del self._sessions[event.session]
+
+    def _begin_run(self, session: int, goes_on: bool) -> None:
+        """A message about a run of blocks begins, or goes on with what is before another part. When
+        others' runs came between the two, the part counts as a run of its own."""
+        if not goes_on or session != self._run_of:
+            self._run_of, self.blocks.least = session, 1
+
+    def _used(self, run: Sequence[Slot]) -> None:
+        """Blocks of one message were used; they come in the order of their prefix.
+
+        The last of them counts as used first: a prefix without its end is still a
+        prefix, so the end of a run must be evicted before its head.
+        """
+        least = self.blocks.least
+        for slot in reversed(run):
+            if slot.state is SlotState.SEALED:
+                least = self.blocks.allocator.used(slot, least)
+                slot.used_at = self.blocks.now
+        self.blocks.least = least
+
     # --- dropping -------------------------------------------------------
 
     def _drop(self, event: Drop, effects: Effects, now: float) -> None:
         dropped = [
-            slot is not None and self._drop_slot(slot, GoneWhy.DELETED, effects.writes, now)
-            for slot in map(self.by_key.get, event.keys)
+            slot is not None and self.blocks.drop(slot, GoneWhy.DELETED, effects.writes, now)
+            for slot in map(self.blocks.by_key.get, event.keys)
         ]
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
     def _clear(self, event: Clear, effects: Effects, now: float) -> None:
-        keys = () if event.swept else list(self.by_key)
+        keys = () if event.swept else list(self.blocks.by_key)
         dropped = self._swept(keys, (event.namespace_id,), effects, now)
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
@@ -189,9 +426,9 @@ class NodeCore(Reservations):
         that is reserved will not be sealed."""
         of, dropped = frozenset(namespace_ids), 0
         for key in keys:
-            slot = self.by_key.get(key)
+            slot = self.blocks.by_key.get(key)
             if slot is not None and (not of or slot.namespace_id in of):
-                dropped += self._drop_slot(slot, GoneWhy.CLEARED, effects.writes, now)
+                dropped += self.blocks.drop(slot, GoneWhy.CLEARED, effects.writes, now)
         return dropped
 
     def _reset(self, event: Reset, effects: Effects, now: float) -> None:
@@ -202,7 +439,7 @@ class NodeCore(Reservations):
         asked = event.session != NOBODY
         number = self.resets.next_number(event.number) if asked else event.number
         new = self.resets.add(number, event.namespace_ids)
-        keys = list(self.by_key) if new and not event.swept else ()
+        keys = list(self.blocks.by_key) if new and not event.swept else ()
         dropped = self._swept(keys, event.namespace_ids, effects, now)
         effects.replies.append(
             Reply(event.session, event.request, ResetAnswer(number, dropped), True)
@@ -211,7 +448,7 @@ class NodeCore(Reservations):
     def _suspect(self, event: Suspect, effects: Effects, now: float) -> None:
         """Nothing is dropped on a client's word: it may lie, or have read what was evicted."""
         for key in event.keys:
-            slot = self.by_key.get(key)
+            slot = self.blocks.by_key.get(key)
             if slot is None or slot.state is not SlotState.SEALED or not slot.checksum:
                 continue
             if self._checks.allows(slot.length, now):
@@ -222,20 +459,20 @@ class NodeCore(Reservations):
                 )
 
     def _corrupt(self, event: Corrupt, effects: Effects, now: float) -> None:
-        slot = self.allocator.slot(event.slot_id)
+        slot = self.blocks.allocator.slot(event.slot_id)
         if (
             slot is None
             or slot.state is not SlotState.SEALED
             or slot.generation != event.generation
         ):
             return
-        self.counts["corrupt"] += 1
-        self._drop_slot(slot, GoneWhy.CORRUPT, effects.writes, now)
+        self.blocks.counts["corrupt"] += 1
+        self.blocks.drop(slot, GoneWhy.CORRUPT, effects.writes, now)
 
     # --- using ----------------------------------------------------------
 
     def _touch(self, event: Touch, effects: Effects, now: float) -> None:
-        by_key = self.by_key
+        by_key = self.blocks.by_key
         self._begin_run(event.session, event.goes_on)
         self._used([by_key[key] for key in event.keys if key in by_key])
 
@@ -243,14 +480,14 @@ class NodeCore(Reservations):
         session = self._sessions.setdefault(event.session, Session())
         answers: list[PinAnswer] = []
         for key in event.keys:
-            slot = self.by_key.get(key)
+            slot = self.blocks.by_key.get(key)
             if slot is None or slot.state is not SlotState.SEALED:
                 answers.append(None)
                 continue
             if len(session.pins) >= self.limits.pins_per_client:
                 answers.append(f"pins={len(session.pins)}: at most this many a client")
                 continue
-            self._pin_slot(slot, effects.writes)
+            self.blocks.pin(slot, effects.writes)
             slot.used_at = now
             session.pins[slot.slot_id] = session.pins.get(slot.slot_id, 0) + 1
             answers.append(slot.record)
@@ -260,7 +497,7 @@ class NodeCore(Reservations):
         session = self._sessions.get(event.session, Session())
         self._begin_run(event.session, event.goes_on)
         for slot_id, generation in reversed(event.items):  # see `_used`
-            slot = self.allocator.slot(slot_id)
+            slot = self.blocks.allocator.slot(slot_id)
             held = session.pins.get(slot_id, 0)
             if slot is None or held == 0 or slot.generation != generation:
                 continue
@@ -268,7 +505,7 @@ class NodeCore(Reservations):
                 del session.pins[slot_id]
             else:
                 session.pins[slot_id] = held - 1
-            self.least = self._unpin_slot(slot, 1, effects.writes, self.least)
+            self.blocks.least = self.blocks.unpin(slot, 1, effects.writes, self.blocks.least)
         effects.replies.append(Reply(event.session, event.request, None, False))
 
     def _retain_keys(self, event: Retain, effects: Effects, now: float) -> None:
@@ -282,7 +519,7 @@ class NodeCore(Reservations):
         effects.replies.append(Reply(event.session, event.request, answers, False))
 
     def _retained(self, key: Key, until_s: int, tenant: int, writes: list[Write]) -> Retained:
-        slot = self.by_key.get(key)
+        slot = self.blocks.by_key.get(key)
         if slot is None or slot.state is not SlotState.SEALED:
             return Retained.ABSENT
         if slot.dies_at:
@@ -291,20 +528,20 @@ class NodeCore(Reservations):
             return Retained.YES if until_s <= slot.kept_until else Retained.OTHERS
         if slot.kept_until:
             if not until_s:
-                self._end_retention(slot, writes)
+                self.blocks.end_retention(slot, writes)
             elif until_s > slot.kept_until:
-                self.retained.extend(slot, until_s)
+                self.blocks.retained.extend(slot, until_s)
                 writes.append(Keep(slot.slot_id, until_s, tenant))
             return Retained.YES
         if not until_s:
             return Retained.YES
-        refusal = self.retained.refusal(slot, tenant)
+        refusal = self.blocks.retained.refusal(slot, tenant)
         if refusal is not None:
-            self.counts["retentions_refused"] += 1
+            self.blocks.counts["retentions_refused"] += 1
             return refusal
-        self.counts["retentions"] += 1
-        self.allocator.became_busy(slot)
-        self._retain(slot, until_s, tenant, writes)
+        self.blocks.counts["retentions"] += 1
+        self.blocks.allocator.became_busy(slot)
+        self.blocks.retain(slot, until_s, tenant, writes)
         return Retained.YES
 
     # --- telling --------------------------------------------------------
@@ -322,10 +559,10 @@ class NodeCore(Reservations):
 
     def _named(self, event: Named, effects: Effects, now: float) -> None:
         for key, name in zip(event.keys, event.names, strict=True):
-            if key in self.by_key:
-                self.names[key] = name
-                if len(self.names) > NAMES_MAX:
-                    del self.names[next(iter(self.names))]
+            if key in self.blocks.by_key:
+                self.blocks.names[key] = name
+                if len(self.blocks.names) > NAMES_MAX:
+                    del self.blocks.names[next(iter(self.blocks.names))]
 
     def _introduce(self, event: Introduce, effects: Effects, now: float) -> None:
         self.namespaces.told(event.namespace)

@@ -67,7 +67,7 @@ def parts_of(
 ) -> Sequence[Event]:
     """`event` in parts of at most so many blocks, in the order in which they are to be carried
     out; only itself if it is no larger, or cannot be cut. `held` are all keys of the node, `slots`
-    those that the event's session holds (reservations.py)."""
+    those that the event's session holds (node.py)."""
     if isinstance(event, SessionResumed | SessionDead):
         return _of_slots(event, at_most, slots)
     if isinstance(event, Clear | Reset):

@@ -62,8 +62,8 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int, now: float) -> list[W
     has one count, say in which order they were reserved. When each was used last, and how
     often, is not known. Raises `InternalError` when slots overlap.
     """
-    core.restore(seen.bounds)
-    core.allocator.restore(
+    core.blocks.restore(seen.bounds)
+    core.blocks.allocator.restore(
         [
             *((b.slot_id * PAGE + b.granule, granules_of(b.length)) for b in seen.sealed),
             *((h.slot_id * PAGE + h.granule, h.size) for h in seen.held),
@@ -72,7 +72,7 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int, now: float) -> list[W
         seen.bounds.used_from * PAGE,
     )
     writes: list[Write] = [*seen.damaged]
-    core.counts["recovery_dropped"] += len(seen.damaged)
+    core.blocks.counts["recovery_dropped"] += len(seen.damaged)
     for held in seen.held:
         _hold(core, held.slot_id, held.generation, reserved=held.reserved)
         if held.reserved:  # what was on its way there had its term already
@@ -83,28 +83,28 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int, now: float) -> list[W
     for block in sorted(seen.sealed, key=_AGE, reverse=True):
         slot = _found(core, block.slot_id, block.generation, SlotState.SEALED)
         dies_at = _end_of_life(block, kept, now)
-        if block.key in core.by_key or dies_at is None:
+        if block.key in core.blocks.by_key or dies_at is None:
             _drop(core, slot, block, writes, pinned=block.slot_id in seen.pinned)
             if block.slot_id in kept:
                 writes.append(Keep(block.slot_id, 0, 0))
             continue
         _describe(slot, block, former_epoch)
-        slot.record = core.record(slot, core.epoch)
-        core.by_key[block.key] = slot
-        core.listed.add(slot)
+        slot.record = core.blocks.record(slot, core.epoch)
+        core.blocks.by_key[block.key] = slot
+        core.blocks.listed.add(slot)
         if dies_at:
-            core.bounded.add(slot, dies_at)
+            core.blocks.bounded.add(slot, dies_at)
         elif block.slot_id in kept:
             _retain(core, slot, kept[block.slot_id], now, writes)
         if block.slot_id in seen.pinned:
             _pin(core, slot)
         else:
             evictable.append(slot)
-        core.outbox.publish_again(slot)
-    core.by_key = dict(reversed(core.by_key.items()))
-    core.counts["recovered"] = len(core.by_key)
-    core.allocator.begins(now)
-    core.allocator.restored(reversed(evictable))
+        core.blocks.outbox.publish_again(slot)
+    core.blocks.by_key = dict(reversed(core.blocks.by_key.items()))
+    core.blocks.counts["recovered"] = len(core.blocks.by_key)
+    core.blocks.allocator.begins(now)
+    core.blocks.allocator.restored(reversed(evictable))
     for block in seen.gone:
         _disown(core, block, former_epoch)
     return writes
@@ -119,7 +119,7 @@ def fits(seal: Seal, size_bytes: int) -> bool:
 
 def _found(core: NodeCore, slot_id: int, generation: int, state: SlotState) -> Slot:
     """The one place where a slot gets its state from elsewhere than the table of transitions."""
-    slot = core.allocator.slot(slot_id)
+    slot = core.blocks.allocator.slot(slot_id)
     assert slot is not None
     assert slot.state is SlotState.FREE
     slot.generation = generation
@@ -142,7 +142,7 @@ def _hold(core: NodeCore, slot_id: int, generation: int, *, reserved: bool) -> N
     if reserved:
         slot = _found(core, slot_id, generation, SlotState.RESERVED)
         former.reserved[slot.slot_id] = slot
-        core.counts["recovery_dropped"] += 1
+        core.blocks.counts["recovery_dropped"] += 1
     else:
         slot = _found(core, slot_id, generation, SlotState.DOOMED)
         _pin(core, slot)
@@ -163,22 +163,22 @@ def _retain(core: NodeCore, slot: Slot, keep: Keep, now: float, writes: list[Wri
     """Go on with a promise that is not over; no client can have been promised more than
     `RETAINED_S_MAX`."""
     if keep.tenant != NO_TENANT and now < keep.until_s <= now + RETAINED_S_MAX + 1:
-        core.retained.add(slot, keep.until_s, keep.tenant)
+        core.blocks.retained.add(slot, keep.until_s, keep.tenant)
     else:
         writes.append(Keep(slot.slot_id, 0, 0))
 
 
 def _drop(core: NodeCore, slot: Slot, block: Seal, writes: list[Write], *, pinned: bool) -> None:
     writes.append(Mark(block.slot_id, SlotState.FREE, block.generation))
-    core.counts["recovery_dropped"] += 1
+    core.blocks.counts["recovery_dropped"] += 1
     if pinned:
         slot.state = SlotState.DOOMED
         _pin(core, slot)
     else:
         slot.state = SlotState.FREE
         if ttl_of(block.namespace_id):
-            core._wipe(slot, writes)  # it has no key: nothing of it is to stay
-        core.allocator.became_free(slot)
+            core.blocks.wipe(slot, writes)  # it has no key: nothing of it is to stay
+        core.blocks.allocator.became_free(slot)
 
 
 def _pin(core: NodeCore, slot: Slot) -> None:
@@ -188,9 +188,9 @@ def _pin(core: NodeCore, slot: Slot) -> None:
 
 def _disown(core: NodeCore, block: Seal, former_epoch: int) -> None:
     """Its record may be in the index still; compare and delete takes that one alone."""
-    if core.outbox.removals_pending >= PENDING_REMOVE_MAX:
+    if core.blocks.outbox.removals_pending >= PENDING_REMOVE_MAX:
         return
     slot = Slot(block.slot_id * PAGE + block.granule, granules_of(block.length))
     slot.generation = block.generation
     _describe(slot, block, former_epoch)
-    core.outbox.remove(slot.key, core.record(slot, former_epoch))
+    core.blocks.outbox.remove(slot.key, core.blocks.record(slot, former_epoch))

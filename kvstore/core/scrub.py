@@ -26,11 +26,11 @@ class Scrub:
 
     def next(self, at_most: int) -> list[Key]:
         """Keys to look up now; none when there is nothing, or more important work."""
-        if self._core.outbox.publications_pending:
+        if self._core.blocks.outbox.publications_pending:
             return []
         keys = list(islice(self._round, at_most))
         if not keys:
-            self._round = iter(list(self._core.by_key))
+            self._round = iter(list(self._core.blocks.by_key))
             keys = list(islice(self._round, at_most))
         return keys
 
@@ -56,13 +56,13 @@ class Scrub:
         """
         lost = 0
         for key, record in zip(keys, records, strict=True):
-            slot = self._core.by_key.get(key)
+            slot = self._core.blocks.by_key.get(key)
             if slot is None or slot.state is not SlotState.SEALED or record == slot.record:
                 continue
             location = unpack_record(key, record) if record is not None else None
             if location is not None and epochs.get(location.node_id) == location.epoch:
                 continue
-            self._core.outbox.publish_again(slot)
+            self._core.blocks.outbox.publish_again(slot)
             lost += 1
-        self._core.counts["repaired"] += lost
+        self._core.blocks.counts["repaired"] += lost
         return lost

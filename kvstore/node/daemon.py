@@ -258,7 +258,7 @@ class Node:
         announcement = config.announcement(node_id, epoch, self.dir.socket, self.index.identity())
         started = self._begin(announcement, make_core)
         self.core, self.segment, self.announcement, self._former = started
-        self._keeps = self._keeps and bool(self.core.counts["recovered"])
+        self._keeps = self._keeps and bool(self.core.blocks.counts["recovered"])
         try:
             self._share_files(self.announcement)
             self._equip()
@@ -334,7 +334,7 @@ class Node:
         self._listener.open()
         self._keeps = False
         self._loop.set_exception_handler(self._on_loop_failure)
-        tasks = BackgroundTasks(self.config.name, self.core.counts)
+        tasks = BackgroundTasks(self.config.name, self.core.blocks.counts)
         tasks.start(
             heartbeat.run,
             self._watch_leases,
@@ -360,7 +360,7 @@ class Node:
             self.config.name,
             self.core.node_id,
             self.core.epoch,
-            self.core.allocator.capacity_bytes >> 20,
+            self.core.blocks.allocator.capacity_bytes >> 20,
             self.dir.socket,
         )
         if on_serving is not None:
@@ -410,7 +410,7 @@ class Node:
         return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
 
     def _free_bytes(self) -> int:
-        return self.core.allocator.free_bytes
+        return self.core.blocks.allocator.free_bytes
 
     def _upkeep(self) -> Upkeep:
         assert self.announcement is not None
@@ -578,7 +578,7 @@ class Node:
 
     def parts(self, event: Event, at_most: int) -> Sequence[Event]:
         """`event` in parts of at most so many blocks (core/parts.py)."""
-        return parts_of(event, at_most, self.core.by_key, self._slots_of(event))
+        return parts_of(event, at_most, self.core.blocks.by_key, self._slots_of(event))
 
     def _slots_of(self, event: Event) -> Sequence[int]:
         """What the session holds that the event is about, where that tells how large it is."""
@@ -648,7 +648,7 @@ class Node:
     def _say_room(self) -> None:
         """Tell clients how much is free, in steps: they weigh nodes by it, no more."""
         free_bytes = self._free_bytes()
-        steps = free_bytes * ROOM_STEPS // self.core.allocator.capacity_bytes
+        steps = free_bytes * ROOM_STEPS // self.core.blocks.allocator.capacity_bytes
         if steps != self._said_room:
             self._said_room = steps
             self.dir.say_room(free_bytes)
@@ -662,7 +662,7 @@ class Node:
                 return
             self._end_former()
             self.clients.end_dead()
-            while self.core.bounded.next_end <= self._now():
+            while self.core.blocks.bounded.next_end <= self._now():
                 self.act(Expire())
                 await asyncio.sleep(0)  # others' requests go between
 

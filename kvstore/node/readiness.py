@@ -36,7 +36,7 @@ TRIAL_ROOM_BYTES = 2 * SLOT_BYTES_MIN
 def slot_works(core: NodeCore, segment: OwnedShm | OwnedCuda, key: Key, now: float) -> bool:
     """Write `key` into a slot and read it back; nothing is evicted for that, and where there is
     hardly any room, nothing is tried: True."""
-    room = core.allocator
+    room = core.blocks.allocator
     if min(room.free_bytes, room.largest_free_bytes) < TRIAL_ROOM_BYTES:
         return True
     wanted = Reserve(TRIAL, 0, [key], [len(key)], 0, [Kind.BYTES], [0], [None], [0])

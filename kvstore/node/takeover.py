@@ -222,9 +222,9 @@ def _take_over(
     log.info(
         "node %s goes on with %d blocks of epoch %d; %d headers were unsealed or damaged",
         announcement.name,
-        core.counts["recovered"],
+        core.blocks.counts["recovered"],
         epoch,
-        core.counts["recovery_dropped"],
+        core.blocks.counts["recovery_dropped"],
     )
     return core, segment
 

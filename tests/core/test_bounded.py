@@ -62,7 +62,7 @@ class Place:
         return self.act(event, now)[0]
 
     def has(self, key):
-        slot = self.core.by_key.get(key)
+        slot = self.core.blocks.by_key.get(key)
         return slot is not None and slot.state is SlotState.SEALED
 
     @property
@@ -105,14 +105,14 @@ def test_a_bound_that_is_none_is_refused(ttl_s):
 def test_after_its_time_a_block_is_gone_from_books_index_and_memory(place):
     place.reserve(KEYS[:3], 100.0)
     place.reserve([bytes(32)], 100.0, namespace=Namespace.named("free"), size=4000)
-    place.core.outbox.published(place.core.outbox.take_publications(9))
+    place.core.blocks.outbox.published(place.core.blocks.outbox.take_publications(9))
     place.act(Expire(), 109.9)
     assert place.has(KEYS[0])
     place.act(Expire(), 110.0)
     assert not any(map(place.has, KEYS[:3]))
     assert place.has(bytes(32)), "of another namespace"
-    assert place.core.counts["expired"] == 3
-    assert place.core.outbox.removals_pending == 3
+    assert place.core.blocks.counts["expired"] == 3
+    assert place.core.blocks.outbox.removals_pending == 3
     place.act(Drop(1, 1, [bytes(32)]), 110.0)
     slot = place.segment.bytes.find(SECRET[:8])
     assert slot >= 0, "what has no bound is not wiped"
@@ -127,7 +127,7 @@ def test_any_event_ends_the_lives_that_are_over(place):
 
 def test_a_pinned_block_is_a_miss_and_is_wiped_after_the_last_unpin(place):
     place.reserve(KEYS[:1], 100.0)
-    slot = place.core.by_key[KEYS[0]]
+    slot = place.core.blocks.by_key[KEYS[0]]
     place.act(Pin(2, 1, KEYS[:1]), 101.0)
     place.act(Expire(), 120.0)
     assert not place.has(KEYS[0])
@@ -149,7 +149,7 @@ def test_what_leaves_before_its_time_is_wiped_too(place, how):
     place.reserve(KEYS[:5], 100.0)
     place.act(how, 101.0)
     assert not place.secrets
-    assert place.core.bounded.next_end > 1e9 or not len(place.core.bounded)
+    assert place.core.blocks.bounded.next_end > 1e9 or not len(place.core.blocks.bounded)
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -176,21 +176,23 @@ def test_whatever_happens_only_living_blocks_are_in_memory(place):
         else:
             drop = Drop(1, 1, rng.sample(KEYS, 20))
             place.act(rng.choice([drop, Expire(), Retain(1, 1, some, 50, 7)]), now)
-        living = [slot for slot in place.core.by_key.values() if slot.state is SlotState.SEALED]
+        living = [
+            slot for slot in place.core.blocks.by_key.values() if slot.state is SlotState.SEALED
+        ]
         assert all(now < slot.dies_at <= now + TTL_S for slot in living)
-        assert len(place.core.bounded) == len(living)
+        assert len(place.core.blocks.bounded) == len(living)
         rest = bytearray(place.segment.bytes)
         for slot in living:
             rest[slot.offset : slot.offset + slot.length] = bytes(slot.length)
         assert not rest.strip(b"\0")
-    counts = place.core.counts
+    counts = place.core.blocks.counts
     assert min(counts["evicted"], counts["expired"]) > 0
 
 
 @pytest.mark.parametrize("after_s", [5.0, 10.0])
 def test_a_restart_goes_on_with_what_is_left_of_a_life(place, after_s):
     place.reserve(KEYS[:3], 100.0)
-    lost = place.core.by_key[KEYS[2]].slot_id
+    lost = place.core.blocks.by_key[KEYS[2]].slot_id
     place.segment.terms.pop(lost)
     again = Place()
     again.segment = place.segment
@@ -205,10 +207,10 @@ def test_a_restart_goes_on_with_what_is_left_of_a_life(place, after_s):
 def test_the_next_block_of_its_place_does_not_inherit_the_end_of_a_life(place):
     free = Namespace.named("free")
     place.reserve(KEYS[:1], 100.0)
-    where = place.core.by_key[KEYS[0]].slot_id
+    where = place.core.blocks.by_key[KEYS[0]].slot_id
     place.act(Expire(), 110.0)
     place.reserve([bytes(32)], 111.0, namespace=free)
-    assert place.core.by_key[bytes(32)].slot_id == where
+    assert place.core.blocks.by_key[bytes(32)].slot_id == where
     again = Place()
     again.segment = place.segment
     again.core = NodeCore(node_id=5, epoch=10, size_bytes=SIZE_BYTES)
@@ -227,7 +229,7 @@ def test_what_is_over_says_so_when_it_is_asked(place):
 
 def test_a_life_that_claims_to_be_longer_than_its_namespace_allows_is_not_believed(place):
     place.reserve(KEYS[:1], 100.0)
-    slot_id = place.core.by_key[KEYS[0]].slot_id
+    slot_id = place.core.blocks.by_key[KEYS[0]].slot_id
     place.apply([Keep(slot_id, 10_000, NO_TENANT)])
     again = Place()
     again.segment = place.segment

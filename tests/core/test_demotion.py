@@ -67,18 +67,18 @@ def test_a_full_node_refuses_rather_than_evict(driven):
     driven.save(*KEYS[:8])
     assert driven.reserve(KEYS[8]) == [NO_SPACE]
     assert driven.reserve(KEYS[8], size=4096) == [NO_SPACE]
-    assert driven.core.counts["evicted"] == 0
-    assert set(driven.core.by_key) == set(KEYS[:8])
+    assert driven.core.blocks.counts["evicted"] == 0
+    assert set(driven.core.blocks.by_key) == set(KEYS[:8])
 
 
 def test_free_bytes_count_what_was_freed_and_what_was_never_handed_out(driven):
-    free = [driven.core.allocator.free_bytes]
+    free = [driven.core.blocks.allocator.free_bytes]
     for key in KEYS[:8]:
         driven.save(key)
-        free.append(driven.core.allocator.free_bytes)
+        free.append(driven.core.blocks.allocator.free_bytes)
     assert free == [2 * MIB - i * (256 << 10) for i in range(9)]
     driven.ask(Drop(WRITER, 1, [KEYS[3]]))
-    assert driven.core.allocator.free_bytes == 256 << 10
+    assert driven.core.blocks.allocator.free_bytes == 256 << 10
 
 
 def test_the_coldest_leave_and_only_as_many_as_are_needed(driven):
@@ -98,10 +98,10 @@ def test_with_enough_free_nothing_leaves(driven):
 def test_what_is_taken_stays_readable_until_it_is_retired_and_is_then_free(driven):
     driven.save_apart(*KEYS[:8])
     cold = driven.coldest(256 << 10)
-    assert driven.core.by_key[KEYS[0]].state is SlotState.SEALED
+    assert driven.core.blocks.by_key[KEYS[0]].state is SlotState.SEALED
     assert KEYS[0] not in [block.key for block in driven.coldest(512 << 10)]
     driven.retire(cold)
-    assert KEYS[0] not in driven.core.by_key
+    assert KEYS[0] not in driven.core.blocks.by_key
     assert Mark(cold[0].slot, SlotState.FREE, cold[0].generation) in driven.writes
     assert driven.save(KEYS[8]) == [STORED]
 
@@ -122,7 +122,7 @@ def test_a_demoter_that_ends_lets_go(driven):
     assert len(cold) == 8
     driven.ask(SessionDead(DEMOTER))
     driven.retire(cold)
-    assert set(driven.core.by_key) == set(KEYS[:8])
+    assert set(driven.core.blocks.by_key) == set(KEYS[:8])
     assert len(driven.coldest(2 * MIB)) == 8
 
 
@@ -133,7 +133,7 @@ def test_free_bytes_are_all_that_no_block_takes(seed):
     driven = Driven(4 * MIB)
     for _ in range(200):
         key, size = rng.choice(KEYS), rng.choice([4096, 200_000, 300_000, MIB])
-        if rng.random() < 0.5 and key not in driven.core.by_key:
+        if rng.random() < 0.5 and key not in driven.core.blocks.by_key:
             (granted,) = driven.reserve(key, size=size)
             if granted != 3:
                 driven.ask(Commit(WRITER, 1, [(granted[0], granted[1], 0)]))
@@ -141,10 +141,10 @@ def test_free_bytes_are_all_that_no_block_takes(seed):
             driven.ask(Drop(WRITER, 1, [key]))
         else:
             driven.retire(driven.coldest(rng.randrange(2 * MIB), 3))
-        extents = list(driven.core.allocator.extents())
+        extents = list(driven.core.blocks.allocator.extents())
         held = [e for e in extents if e.slot is not None and e.slot.state is not SlotState.FREE]
         taken = sum(e.size for e in held) << 10
-        assert driven.core.allocator.free_bytes + taken == 4 * MIB, f"seed {seed}"
+        assert driven.core.blocks.allocator.free_bytes + taken == 4 * MIB, f"seed {seed}"
 
 
 def test_the_end_of_a_run_leaves_before_its_head(driven):
@@ -158,7 +158,7 @@ def test_blocks_leave_when_enough_is_free_but_not_in_one_piece(driven):
     """Else a large block would never find room: nothing is evicted here."""
     for key in KEYS[:32]:
         driven.save(key, size=64 << 10)
-    slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
+    slots = sorted(driven.core.blocks.by_key.values(), key=lambda slot: slot.offset)
     driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
     assert driven.coldest(256 << 10) == []
     assert driven.reserve(KEYS[50]) == [NO_SPACE]
@@ -173,8 +173,8 @@ def test_nothing_is_promised_to_stay_where_everything_goes_down(driven):
     driven.save(*KEYS[:4])
     assert driven.ask(Retain(WRITER, 1, KEYS[:4], 60, 1)) == [Retained.ABSENT] * 4
     driven.retire(driven.coldest(2 * MIB))
-    assert driven.core.by_key == {}
-    assert driven.core.counts["retentions_broken"] == 0
+    assert driven.core.blocks.by_key == {}
+    assert driven.core.blocks.counts["retentions_broken"] == 0
 
 
 def test_what_leaves_is_pinned_for_who_asked_and_no_more_than_asked_for(driven):
@@ -184,7 +184,7 @@ def test_what_leaves_is_pinned_for_who_asked_and_no_more_than_asked_for(driven):
     assert [block.key for block in cold] == KEYS[:3]
     assert driven.writes == [Hold(block.slot, True) for block in cold]
     assert driven.core.holds(DEMOTER)
-    assert [driven.core.by_key[key].pins for key in KEYS[:4]] == [1, 1, 1, 0]
+    assert [driven.core.blocks.by_key[key].pins for key in KEYS[:4]] == [1, 1, 1, 0]
     assert [block.key for block in driven.coldest(2 * MIB, at_most=1)] == [KEYS[3]], "not twice"
 
 
@@ -209,12 +209,12 @@ def test_only_who_took_a_block_of_that_generation_retires_it(driven):
         Retire(DEMOTER, 1, [(4321, block.generation)]),
     ):
         driven.ask(event)
-        assert driven.core.by_key[block.key].pins == 1
-    assert driven.core.counts["evicted"] == 0
+        assert driven.core.blocks.by_key[block.key].pins == 1
+    assert driven.core.blocks.counts["evicted"] == 0
     driven.retire([block])
-    assert block.key not in driven.core.by_key
-    assert driven.core.counts["evicted"] == 1
-    assert driven.core.gone.get(block.key).why is GoneWhy.EVICTED
+    assert block.key not in driven.core.blocks.by_key
+    assert driven.core.blocks.counts["evicted"] == 1
+    assert driven.core.blocks.gone.get(block.key).why is GoneWhy.EVICTED
 
 
 def test_what_is_being_written_or_read_does_not_leave(driven):
@@ -227,7 +227,7 @@ def test_what_is_being_written_or_read_does_not_leave(driven):
 def test_room_is_made_for_the_largest_that_found_none_until_as_large_a_one_did(driven):
     for key in KEYS[:32]:
         driven.save(key, size=64 << 10)
-    slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
+    slots = sorted(driven.core.blocks.by_key.values(), key=lambda slot: slot.offset)
     driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
     for size in (256 << 10, 128 << 10):
         assert driven.reserve(KEYS[50], size=size) == [NO_SPACE]
@@ -242,7 +242,7 @@ def in_pieces():
     driven = Driven()
     for key in KEYS[:32]:
         driven.save(key, size=64 << 10)
-    slots = sorted(driven.core.by_key.values(), key=lambda slot: slot.offset)
+    slots = sorted(driven.core.blocks.by_key.values(), key=lambda slot: slot.offset)
     driven.ask(Drop(WRITER, 1, [slot.key for slot in slots[::2]]))
     return driven, [slot.key for slot in slots[1::2]]
 

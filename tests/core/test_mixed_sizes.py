@@ -43,7 +43,7 @@ class Node:
         self.core.handle(Touch(1, keys), self.now)
 
     def there(self, keys):
-        return sum(key in self.core.by_key for key in keys)
+        return sum(key in self.core.blocks.by_key for key in keys)
 
 
 @pytest.fixture(params=sorted(POLICIES), autouse=True)

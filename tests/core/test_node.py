@@ -73,11 +73,11 @@ def test_a_reserve_grants_a_slot_and_marks_it_reserved_before_the_answer(core):
 
 def test_a_commit_seals_and_then_publishes_and_answers_after_the_publication(core):
     grants = body(reserve(core, KEYS[:1]))
-    assert core.outbox.take_publications(10) == []
+    assert core.blocks.outbox.take_publications(10) == []
     effects = commit(core, grants)
     assert [type(w) for w in effects.writes] == [Seal]
     assert effects.replies[0].after_publish
-    ((key, record),) = core.outbox.take_publications(10)
+    ((key, record),) = core.blocks.outbox.take_publications(10)
     location = unpack_record(key, record)
     assert (location.node_id, location.epoch, location.length) == (5, 9, 8192)
 
@@ -108,8 +108,8 @@ def test_a_key_twice_in_one_batch_is_in_progress_the_second_time(core):
 def test_a_pool_under_pressure_rejects_nothing_that_can_be_evicted(core):
     for key in KEYS:
         assert body(put(core, [key])) == [STORED]
-    assert core.counts["evicted"] == len(KEYS) - 8
-    assert core.counts["rejected"] == 0
+    assert core.blocks.counts["evicted"] == len(KEYS) - 8
+    assert core.blocks.counts["rejected"] == 0
 
 
 def test_an_evicted_block_is_marked_free_before_its_slot_is_given_away(core):
@@ -122,40 +122,40 @@ def test_an_evicted_block_is_marked_free_before_its_slot_is_given_away(core):
 
 def test_an_evicted_block_that_was_published_is_removed_from_the_index(core):
     put(core, KEYS[:8])
-    work = core.outbox.take_publications(100)
-    core.outbox.published(work)
+    work = core.blocks.outbox.take_publications(100)
+    core.blocks.outbox.published(work)
     reserve(core, KEYS[8:9])
-    assert core.outbox.take_removals(10) == [work[0]]
+    assert core.blocks.outbox.take_removals(10) == [work[0]]
 
 
 def test_what_the_index_has_not_taken_stays_pending(core):
     put(core, KEYS[:3])
-    first = core.outbox.take_publications(2)
-    core.outbox.published(first)
-    assert [key for key, _ in core.outbox.take_publications(10)] == [KEYS[0]]
+    first = core.blocks.outbox.take_publications(2)
+    core.blocks.outbox.published(first)
+    assert [key for key, _ in core.blocks.outbox.take_publications(10)] == [KEYS[0]]
 
 
 def test_removals_are_repeated_when_the_index_may_have_gone_back(core):
     """Found by the simulation: a replica that takes over still has the record."""
     put(core, KEYS[:1])
-    core.outbox.published(core.outbox.take_publications(10))
+    core.blocks.outbox.published(core.blocks.outbox.take_publications(10))
     core.handle(Drop(A, 1, KEYS[:1]), 0.0)
-    work = core.outbox.take_removals(10)
-    core.outbox.removed(work)
-    assert core.outbox.take_removals(10) == []
-    core.republish()
-    assert core.outbox.take_removals(10) == work
+    work = core.blocks.outbox.take_removals(10)
+    core.blocks.outbox.removed(work)
+    assert core.blocks.outbox.take_removals(10) == []
+    core.blocks.republish()
+    assert core.blocks.outbox.take_removals(10) == work
 
 
 def test_removals_of_two_records_of_one_key_are_both_kept(core):
     """Seed 4 of the simulator: the second once hid the first."""
     put(core, KEYS[:1])
-    core.outbox.take_publications(10)
+    core.blocks.outbox.take_publications(10)
     core.handle(Drop(A, 1, KEYS[:1]), 0.0)
     put(core, KEYS[:1])
-    core.outbox.take_publications(10)
+    core.blocks.outbox.take_publications(10)
     core.handle(Drop(A, 1, KEYS[:1]), 0.0)
-    assert len(core.outbox.take_removals(10)) == 2
+    assert len(core.blocks.outbox.take_removals(10)) == 2
 
 
 def test_a_value_larger_than_the_node_is_rejected_with_the_limit_and_the_rest_is_stored(core):
@@ -206,7 +206,7 @@ def test_an_abort_frees_the_slot_and_the_key(core):
 def test_a_dead_writer_loses_its_reservations_and_nothing_was_published(core):
     reserve(core, KEYS[:8], session=A)
     core.handle(SessionDead(A), 0.0)
-    assert core.outbox.publications_pending == 0
+    assert core.blocks.outbox.publications_pending == 0
     assert all(isinstance(a, Grant) for a in body(reserve(core, KEYS[:8], session=B)))
 
 
@@ -224,9 +224,9 @@ def test_a_client_that_is_back_keeps_as_many_pins_of_a_block_as_it_says(core):
     for _ in range(2):
         core.handle(Pin(A, 1, KEYS[:1]), 0.0)
     core.handle(SessionResumed(A, {}, {slot: 1}), 0.0)
-    assert core.allocator.slot(slot).pins == 1
+    assert core.blocks.allocator.slot(slot).pins == 1
     core.handle(Unpin(A, 1, [(slot, generation)]), 0.0)
-    assert core.allocator.slot(slot).pins == 0
+    assert core.blocks.allocator.slot(slot).pins == 0
     assert not core.holds(A)
 
 
@@ -279,7 +279,7 @@ def test_who_drops_blocks_hears_of_it_after_the_index(core):
     for event in (Drop(A, 1, KEYS[:1]), Clear(A, 1, 3), Reset(A, 1, 0, [3])):
         put(core, KEYS[:1])
         assert core.handle(event, 0.0).replies[0].after_publish
-        assert KEYS[0] not in core.by_key
+        assert KEYS[0] not in core.blocks.by_key
 
 
 def test_a_block_being_written_while_its_namespace_is_cleared_is_not_stored(core):
@@ -287,14 +287,14 @@ def test_a_block_being_written_while_its_namespace_is_cleared_is_not_stored(core
     core.handle(Clear(B, 1, 1), 0.0)
     (answer,) = body(commit(core, grants))
     assert "cleared" in answer.reason
-    assert core.outbox.publications_pending == 0
+    assert core.blocks.outbox.publications_pending == 0
 
 
 def test_republish_brings_every_sealed_block_back_to_the_index_the_latest_first(core):
     put(core, KEYS[:3])
-    core.outbox.published(core.outbox.take_publications(10))
-    assert core.republish() == 3
-    assert [key for key, _ in core.outbox.take_publications(10)] == KEYS[2::-1]
+    core.blocks.outbox.published(core.blocks.outbox.take_publications(10))
+    assert core.blocks.republish() == 3
+    assert [key for key, _ in core.blocks.outbox.take_publications(10)] == KEYS[2::-1]
 
 
 def test_stats_add_up(core):
@@ -316,7 +316,7 @@ def fill_and_look(core, run, size=16 << 10):
     """Save one other block at a time until one of `run` goes; what is left of it."""
     for other in KEYS[100:]:
         put(core, [other], size=size)
-        left = [key for key in run if key in core.by_key]
+        left = [key for key in run if key in core.blocks.by_key]
         if len(left) < len(run):
             return left
     raise AssertionError("nothing was evicted")
@@ -363,7 +363,7 @@ def test_a_reserve_evicts_nothing_of_the_run_that_it_found(core):
     put(core, KEYS[:4], size=16 << 10)
     answers = body(reserve(core, [*KEYS[:2], KEYS[9]], size=16 << 10))
     assert answers[:2] == [EXISTS, EXISTS]
-    assert {KEYS[0], KEYS[1]} <= set(core.by_key)
+    assert {KEYS[0], KEYS[1]} <= set(core.blocks.by_key)
 
 
 def test_generations_of_a_node_are_one_count_and_its_segment_says_first_how_far_it_goes(
@@ -386,7 +386,7 @@ def test_generations_of_a_node_are_one_count_and_its_segment_says_first_how_far_
 def test_what_a_restart_takes_for_never_used_was_never_used(sizes, monkeypatch):
     monkeypatch.setattr(blocks, "PAGES_AHEAD", 2)
     core = NodeCore(node_id=5, epoch=9, size_bytes=16 * ARENA)
-    bounds = core.bounds
+    bounds = core.blocks.bounds
     for i in range(60):
         effects = reserve(core, KEYS[i : i + 1], size=sizes[i % len(sizes)])
         for write in effects.writes:
@@ -403,7 +403,7 @@ def test_with_a_secret_each_record_that_goes_to_the_index_is_signed_for_its_own_
     signer = RecordSigner(b"a secret of the tenant's", "kv:")
     core = NodeCore(node_id=5, epoch=9, size_bytes=ARENA, signer=signer)
     put(core, KEYS[:3])
-    records = core.outbox.take_publications(9)
+    records = core.blocks.outbox.take_publications(9)
     assert [key for key, _ in records] == KEYS[2::-1]
     assert all(signer.right(key, record) for key, record in records)
     assert not signer.right(KEYS[0], records[0][1])

@@ -42,8 +42,8 @@ def put(core, key, checksum=0, size=SIZE):
 
 
 def published(core):
-    work = core.outbox.take_publications(100)
-    core.outbox.published(work)
+    work = core.blocks.outbox.take_publications(100)
+    core.blocks.outbox.published(work)
     return dict(work)
 
 
@@ -62,7 +62,7 @@ def test_what_is_published_again_includes_what_is_pinned(core):
     put(core, KEYS[1])
     published(core)
     core.handle(Pin(2, 1, KEYS[:1]), 0.0)
-    assert core.republish() == 2
+    assert core.blocks.republish() == 2
     assert set(published(core)) == set(KEYS[:2])
 
 
@@ -76,7 +76,7 @@ def test_an_unpin_of_a_former_generation_lets_go_of_nothing(core):
     assert slot[0] == former[0]
     core.handle(Pin(2, 1, KEYS[1:2]), 0.0)
     core.handle(Unpin(2, 1, [former]), 0.0)
-    assert core.allocator.slot(slot[0]).pins == 1
+    assert core.blocks.allocator.slot(slot[0]).pins == 1
     assert core.holds(2)
     core.handle(Unpin(2, 1, [slot]), 0.0)
     assert not core.holds(2)
@@ -84,20 +84,20 @@ def test_an_unpin_of_a_former_generation_lets_go_of_nothing(core):
 
 def test_a_block_is_held_from_its_first_pin_to_its_last_and_nothing_in_between_says_so(core):
     (slot_id, generation), _ = put(core, KEYS[0])
-    slot = core.allocator.slot(slot_id)
+    slot = core.blocks.allocator.slot(slot_id)
     holds = []
     for event in (
         *(Pin(2, 1, KEYS[:1]), Pin(3, 1, KEYS[:1]), Unpin(2, 1, [(slot_id, generation)])),
         *(Unpin(3, 1, [(slot_id, generation)]),),
     ):
         holds.append(core.handle(event, 0.0).writes)
-        assert core.allocator.may_go(slot) == (slot.pins == 0)
+        assert core.blocks.allocator.may_go(slot) == (slot.pins == 0)
     assert holds == [[Hold(slot_id, True)], [], [], [Hold(slot_id, False)]]
 
 
 def test_what_is_being_written_is_never_published(core):
     core.handle(Reserve(1, 1, KEYS[:1], [SIZE], 3, [0], [0], [None], [0]), 0.0)
-    assert core.republish() == 0
+    assert core.blocks.republish() == 0
     assert published(core) == {}
 
 
@@ -105,17 +105,17 @@ def test_what_goes_before_it_was_published_leaves_no_record_to_remove(core):
     put(core, KEYS[0])
     core.handle(Drop(1, 3, KEYS[:1]), 0.0)
     assert published(core) == {}
-    assert core.outbox.take_removals(9) == []
+    assert core.blocks.outbox.take_removals(9) == []
 
 
 def test_a_node_that_ends_forgets_what_is_published_and_gives_its_records_back(core):
     put(core, KEYS[0])
     put(core, KEYS[1])
     records = published(core)
-    assert core.take_published(1) == [(KEYS[0], records[KEYS[0]])]
-    assert core.listed.page(b"", 9) == KEYS[1:2]
-    assert dict(core.take_published(9)) == {KEYS[1]: records[KEYS[1]]}
-    assert core.listed.bytes == len(core.by_key) == 0
+    assert core.blocks.take_published(1) == [(KEYS[0], records[KEYS[0]])]
+    assert core.blocks.listed.page(b"", 9) == KEYS[1:2]
+    assert dict(core.blocks.take_published(9)) == {KEYS[1]: records[KEYS[1]]}
+    assert core.blocks.listed.bytes == len(core.blocks.by_key) == 0
 
 
 def test_a_record_says_the_first_and_only_segment(core):
@@ -136,7 +136,7 @@ class TestBounds:
         return [w for w in core.handle(event, 0.0).writes if isinstance(w, Bounds)]
 
     def test_a_new_node_has_used_nothing_and_counts_generations_from_one(self, core):
-        assert core.bounds == Bounds(0, 0, 16)
+        assert core.blocks.bounds == Bounds(0, 0, 16)
         (_, generation), _ = put(core, KEYS[0])
         assert generation == 1
 
@@ -162,7 +162,7 @@ def test_nobody_lets_go_of_anothers_pin(core):
     core.handle(Pin(2, 1, KEYS[:1]), 0.0)
     for _ in range(2):
         core.handle(Unpin(3, 1, [slot]), 0.0)
-    assert core.allocator.slot(slot[0]).pins == 1
+    assert core.blocks.allocator.slot(slot[0]).pins == 1
     assert core.holds(2)
     assert not core.holds(3)
 
@@ -186,10 +186,12 @@ class TestMoves:
         return core.handle(event._replace(values=[None] * len(keys)), now)
 
     def test_a_block_is_sealed_elsewhere_before_its_old_place_is_free(self, core):
-        before = {key: core.by_key[key].slot_id for key in KEYS[1:8:2]}
+        before = {key: core.blocks.by_key[key].slot_id for key in KEYS[1:8:2]}
         effects = self.reserve(core, KEYS[10])
-        (moved,) = (key for key, slot_id in before.items() if core.by_key[key].slot_id != slot_id)
-        new, old_id = core.by_key[moved], before[moved]
+        (moved,) = (
+            key for key, slot_id in before.items() if core.blocks.by_key[key].slot_id != slot_id
+        )
+        new, old_id = core.blocks.by_key[moved], before[moved]
         what = [(type(w), getattr(w, "slot_id", None)) for w in effects.writes[:7]]
         assert what == [
             *((Mark, new.slot_id), (Mark, new.slot_id), (Copy, None), (Keep, new.slot_id)),
@@ -201,38 +203,38 @@ class TestMoves:
         assert reserved.generation == seal.generation > freed.generation
         assert (copy.source, copy.destination) == (old_id * 4096, new.offset)
         assert (copy.length, seal.length, seal.key, seal.checksum) == (SIZE, SIZE, moved, moved[0])
-        assert core.counts["moved"] == 1
-        assert core.counts["evicted"] == 2
-        assert core.counts["stored"] == 8
+        assert core.blocks.counts["moved"] == 1
+        assert core.blocks.counts["evicted"] == 2
+        assert core.blocks.counts["stored"] == 8
 
     def test_the_index_is_told_of_the_new_place_and_the_old_record_goes(self, core):
-        records = {key: core.by_key[key].record for key in KEYS[1:8:2]}
+        records = {key: core.blocks.by_key[key].record for key in KEYS[1:8:2]}
         self.reserve(core, KEYS[10])
         ((moved, record),) = published(core).items()
-        assert record == core.by_key[moved].record != records[moved]
-        assert (moved, records[moved]) in core.outbox.take_removals(100)
+        assert record == core.blocks.by_key[moved].record != records[moved]
+        assert (moved, records[moved]) in core.blocks.outbox.take_removals(100)
 
     def test_what_is_known_of_a_block_moves_with_it(self, core):
         core.handle(Touch(1, KEYS[1:8:2]), 7.0)
         core.handle(Named(1, KEYS[1:8:2], [b"name"] * 4), 7.0)
-        before = {key: vars_of(core.by_key[key]) for key in KEYS[1:8:2]}
+        before = {key: vars_of(core.blocks.by_key[key]) for key in KEYS[1:8:2]}
         self.reserve(core, KEYS[10], now=9.0)
-        assert core.counts["moved"] == 1
-        assert {key: vars_of(core.by_key[key]) for key in before} == before
-        assert all(core.names.get(key) == b"name" for key in before)
-        assert set(core.listed.page(b"", 100)) > set(before)
+        assert core.blocks.counts["moved"] == 1
+        assert {key: vars_of(core.blocks.by_key[key]) for key in before} == before
+        assert all(core.blocks.names.get(key) == b"name" for key in before)
+        assert set(core.blocks.listed.page(b"", 100)) > set(before)
 
     def test_for_a_value_that_finds_room_nothing_moves(self, core):
         core.handle(Drop(1, 1, KEYS[1:2]), 0.0)
         self.reserve(core, KEYS[10])
-        assert core.counts["moved"] == 0
+        assert core.blocks.counts["moved"] == 0
 
     def test_one_request_moves_no_more_than_the_limit_and_the_next_goes_on(self, core, monkeypatch):
-        monkeypatch.setattr("kvstore.core.reservations.MOVED_BYTES_MAX", (128 << 10) + SIZE)
+        monkeypatch.setattr("kvstore.core.blocks.MOVED_BYTES_MAX", (128 << 10) + SIZE)
         self.reserve(core, KEYS[10], KEYS[11])
-        assert (core.counts["moved"], core.counts["rejected"]) == (1, 1)
+        assert (core.blocks.counts["moved"], core.blocks.counts["rejected"]) == (1, 1)
         self.reserve(core, KEYS[11])
-        assert (core.counts["moved"], core.counts["rejected"]) == (2, 1)
+        assert (core.blocks.counts["moved"], core.blocks.counts["rejected"]) == (2, 1)
 
 
 def vars_of(slot):

@@ -70,12 +70,12 @@ def test_each_thing_that_happens_is_counted_once(driven):
     driven.reserve(KEYS[4], KEYS[5])
     driven.ask(SessionDead(A))
     driven.put(*KEYS[6:15])
-    last = driven.core.by_key[KEYS[14]]
+    last = driven.core.blocks.by_key[KEYS[14]]
     driven.ask(Corrupt(last.slot_id, last.generation + 1))
-    assert KEYS[14] in driven.core.by_key
+    assert KEYS[14] in driven.core.blocks.by_key
     driven.ask(Corrupt(last.slot_id, last.generation))
     driven.ask(Corrupt(last.slot_id, last.generation))
-    assert driven.core.counts == {
+    assert driven.core.blocks.counts == {
         "stored": 11,
         "exists": 1,
         "in_progress": 1,
@@ -98,7 +98,7 @@ def test_each_thing_that_happens_is_counted_once(driven):
 
 
 def test_a_value_is_at_least_a_byte_and_at_most_what_the_node_takes(driven):
-    most = driven.core.allocator.value_bytes_max
+    most = driven.core.blocks.allocator.value_bytes_max
     for size in (0, most + 1):
         (answer,) = driven.reserve(KEYS[0], size=size)
         assert answer.reason == f"size_bytes={size}: must be 1 to {most}"
@@ -128,24 +128,24 @@ def test_a_block_that_a_save_finds_counts_as_used(driven):
     driven.put(*KEYS[:8])
     assert driven.reserve(KEYS[0]) == [EXISTS]
     driven.put(KEYS[8])
-    assert KEYS[0] in driven.core.by_key
-    assert KEYS[1] not in driven.core.by_key
+    assert KEYS[0] in driven.core.blocks.by_key
+    assert KEYS[1] not in driven.core.blocks.by_key
 
 
 def test_of_two_blocks_that_a_save_finds_the_later_is_evicted_first(driven):
     driven.put(*KEYS[:8])
     assert driven.reserve(KEYS[0], KEYS[1]) == [EXISTS, EXISTS]
     driven.put(*KEYS[8:15])
-    assert KEYS[0] in driven.core.by_key
-    assert KEYS[1] not in driven.core.by_key
+    assert KEYS[0] in driven.core.blocks.by_key
+    assert KEYS[1] not in driven.core.blocks.by_key
 
 
 def test_what_is_being_written_is_not_among_the_published(driven):
     driven.put(KEYS[0])
-    driven.core.outbox.published(driven.core.outbox.take_publications(1))
+    driven.core.blocks.outbox.published(driven.core.blocks.outbox.take_publications(1))
     driven.ask(Drop(A, 1, KEYS[:1]))
     driven.reserve(*KEYS[1:9])
-    assert driven.core.take_published(9) == []
+    assert driven.core.blocks.take_published(9) == []
 
 
 def test_a_client_may_pin_so_many_blocks_and_each_of_them_again():
@@ -162,10 +162,10 @@ def test_a_reset_of_some_namespaces_leaves_the_others_and_one_of_none_leaves_not
     driven.put(KEYS[1], space=4)
     driven.put(KEYS[2], space=5)
     assert driven.ask(Reset(A, 1, 100, [3, 5])) == (100, 2)
-    assert set(driven.core.by_key) == {KEYS[1]}
+    assert set(driven.core.blocks.by_key) == {KEYS[1]}
     assert driven.ask(Reset(NOBODY, 1, 100, [4])) == (100, 0), "it is known"
     assert driven.ask(Reset(NOBODY, 1, 101, [])) == (101, 1)
-    assert not driven.core.by_key
+    assert not driven.core.blocks.by_key
     number, dropped = driven.ask(Reset(A, 1, 7, [4]))
     assert (number > 101, dropped) == (True, 0)
 
@@ -175,7 +175,7 @@ def test_a_suspect_is_checked_if_it_is_sealed_and_has_a_checksum(driven):
     driven.put(KEYS[1], checksum=0)
     driven.reserve(KEYS[2])
     (check,) = driven.core.handle(Suspect(B, KEYS[:4]), 0.0).checks
-    slot = driven.core.by_key[KEYS[0]]
+    slot = driven.core.blocks.by_key[KEYS[0]]
     assert check == (slot.slot_id, slot.generation, slot.offset, 8192, 9)
     asked = CHECKED_BYTES_PER_S_MAX // 8192 + 2
     checks = driven.core.handle(Suspect(B, KEYS[:1] * asked), 0.0).checks
@@ -185,10 +185,10 @@ def test_a_suspect_is_checked_if_it_is_sealed_and_has_a_checksum(driven):
 def test_a_client_that_is_back_keeps_a_reservation_of_the_same_generation_alone(driven):
     ((one, generation, _), (other, _, _)) = driven.reserve(*KEYS[:2])
     driven.ask(SessionResumed(A, {one: generation, other: 99}, {}))
-    assert driven.core.counts["aborted"] == 1
-    assert set(driven.core.by_key) == {KEYS[0]}
+    assert driven.core.blocks.counts["aborted"] == 1
+    assert set(driven.core.blocks.by_key) == {KEYS[0]}
     driven.put(KEYS[3])
-    block = driven.core.by_key[KEYS[3]]
+    block = driven.core.blocks.by_key[KEYS[3]]
     for _ in range(3):
         driven.ask(Pin(A, 1, [KEYS[3]]))
     driven.ask(SessionResumed(A, {one: generation}, {block.slot_id: 2}))
@@ -220,7 +220,7 @@ def test_what_clients_of_a_former_start_hold_is_in_quarantine(driven):
 
 def test_a_block_is_unpinned_as_often_as_it_was_pinned(driven):
     driven.put(KEYS[0])
-    block = driven.core.by_key[KEYS[0]]
+    block = driven.core.blocks.by_key[KEYS[0]]
     item = (block.slot_id, block.generation)
     driven.ask(Pin(A, 1, [KEYS[0]] * 3))
     for left in (2, 1, 0, 0):
@@ -239,13 +239,13 @@ def test_what_is_not_a_sealed_block_is_not_corrupt(driven):
     ((slot, generation, _),) = driven.reserve(KEYS[0])
     driven.ask(Corrupt(slot, generation))
     driven.ask(Corrupt(4321, 1))
-    assert driven.core.counts["corrupt"] == 0
+    assert driven.core.blocks.counts["corrupt"] == 0
     assert driven.ask(Commit(A, 1, [(slot, generation, 0)])) == [STORED]
 
 
 def test_what_is_being_written_is_not_checked_for_the_checksum_of_the_slots_former_block(driven):
     driven.put(KEYS[0], checksum=9)
-    before = driven.core.by_key[KEYS[0]].slot_id
+    before = driven.core.blocks.by_key[KEYS[0]].slot_id
     driven.ask(Drop(A, 1, KEYS[:1]))
     ((slot, _, _),) = driven.reserve(KEYS[1])
     assert slot == before
@@ -261,8 +261,8 @@ def test_what_is_not_there_or_is_being_written_is_not_pinned(driven):
 def test_the_end_of_a_client_that_held_nothing_changes_nothing(driven):
     driven.put(KEYS[0])
     driven.ask(SessionDead(B))
-    assert driven.core.counts["writers_died"] == 0
-    assert set(driven.core.by_key) == {KEYS[0]}
+    assert driven.core.blocks.counts["writers_died"] == 0
+    assert set(driven.core.blocks.by_key) == {KEYS[0]}
 
 
 def test_what_is_being_written_is_not_used_by_a_touch(driven):
@@ -306,5 +306,5 @@ def test_a_value_that_travels_in_the_request_is_stored_at_once_and_counted(drive
     zeros = [0] * 2
     answers = driven.ask(Reserve(A, 1, KEYS[:2], [1] * 2, 3, zeros, zeros, [b"v", b"w"], zeros))
     assert answers == [STORED, STORED]
-    assert driven.core.counts["stored"] == 2
+    assert driven.core.blocks.counts["stored"] == 2
     assert not driven.core.holds(A)

@@ -57,7 +57,7 @@ def whole(core: NodeCore, event: Any, now: float) -> Any:
 
 def in_parts(core: NodeCore, event: Any, now: float) -> Any:
     slots = core.held_slots(SESSION)
-    parts = parts_of(event, AT_MOST, core.by_key, slots)
+    parts = parts_of(event, AT_MOST, core.blocks.by_key, slots)
     assert all(len(getattr(part, "keys", ())) <= AT_MOST for part in parts)
     assert all(len(getattr(part, "slots", None) or ()) <= AT_MOST for part in parts)
     return joined(event, [r for part in parts for r in core.handle(part, now).replies])
@@ -65,10 +65,15 @@ def in_parts(core: NodeCore, event: Any, now: float) -> Any:
 
 def state(core: NodeCore) -> object:
     """As the next event finds it."""
-    core.allocator.begins(core.now)
-    blocks = {k: (s.state, s.length, s.pins, s.kept_until, s.uses) for k, s in core.by_key.items()}
-    counts = {name: core.counts[name] for name in ("aborted", "writers_died", "evicted")}
-    coldest = [core.allocator.slot(slot_id).key for slot_id in core.allocator._evictable.coldest()]
+    core.blocks.allocator.begins(core.blocks.now)
+    blocks = {
+        k: (s.state, s.length, s.pins, s.kept_until, s.uses) for k, s in core.blocks.by_key.items()
+    }
+    counts = {name: core.blocks.counts[name] for name in ("aborted", "writers_died", "evicted")}
+    coldest = [
+        core.blocks.allocator.slot(slot_id).key
+        for slot_id in core.blocks.allocator._evictable.coldest()
+    ]
     return blocks, coldest, counts
 
 
@@ -97,7 +102,7 @@ def requests(rng: random.Random, held: list[list[Any]]) -> Any:
 
 def unpins(core: NodeCore) -> Unpin:
     pins = core._sessions.setdefault(SESSION, Session()).pins
-    return Unpin(SESSION, 1, [(i, core.allocator.slot(i).generation) for i in pins])
+    return Unpin(SESSION, 1, [(i, core.blocks.allocator.slot(i).generation) for i in pins])
 
 
 def ended(core: NodeCore, share: float, seed: int) -> SessionResumed | SessionDead:
@@ -136,7 +141,7 @@ def test_the_node_and_the_answers_are_the_same(seed: int, policy: str) -> None:
             share = rng.random()
             events = [ended(core, share, step) for core in cores]
         slots = cores[0].held_slots(SESSION)
-        cut += len(parts_of(events[0], AT_MOST, cores[0].by_key, slots)) > 1
+        cut += len(parts_of(events[0], AT_MOST, cores[0].blocks.by_key, slots)) > 1
         answers = [whole(cores[0], events[0], now), in_parts(cores[1], events[1], now)]
         assert comparable(answers[0]) == comparable(answers[1]), (step, events[0])
         assert state(cores[0]) == state(cores[1]), (step, events[0])
@@ -185,12 +190,12 @@ def test_a_reset_is_known_only_when_all_its_parts_are_done() -> None:
     core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
     core.handle(reserve([key(n) for n in range(10)], values=True), 0.0)
     reset = Reset(NOBODY, 0, 50, [7])
-    parts = parts_of(reset, AT_MOST, core.by_key)
+    parts = parts_of(reset, AT_MOST, core.blocks.by_key)
     assert len(parts) == 5
     for part in parts[:-1]:
         core.handle(part, 1.0)
         assert not core.resets.knows(50)
-    assert not core.by_key
+    assert not core.blocks.by_key
     core.handle(parts[-1], 1.0)
     assert core.resets.knows(50)
 
@@ -200,26 +205,26 @@ def test_a_reset_that_was_done_meanwhile_drops_nothing_of_what_came_after_it() -
     core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
     keys = [key(n) for n in range(10)]
     core.handle(reserve(keys, values=True), 0.0)
-    told = parts_of(Reset(NOBODY, 0, 50, [7]), AT_MOST, core.by_key)
+    told = parts_of(Reset(NOBODY, 0, 50, [7]), AT_MOST, core.blocks.by_key)
     core.handle(told[0], 1.0)
     asked = core.handle(Reset(SESSION, 1, 50, [7]), 1.0).replies[0].body
     assert asked == (50, 10 - AT_MOST)
     core.handle(reserve(keys, values=True), 2.0)
     for part in told[1:]:
         core.handle(part, 3.0)
-    assert len(core.by_key) == 10
+    assert len(core.blocks.by_key) == 10
 
 
 def test_what_is_reserved_when_a_clear_begins_is_never_sealed() -> None:
     core = NodeCore(node_id=1, epoch=1, size_bytes=PAGES * 4096)
     keys = [key(n) for n in range(10)]
     grants = core.handle(reserve(keys, values=False), 0.0).replies[0].body
-    for part in parts_of(Clear(SESSION, 2, 7), AT_MOST, core.by_key):
+    for part in parts_of(Clear(SESSION, 2, 7), AT_MOST, core.blocks.by_key):
         core.handle(part, 1.0)
     items = [(*grant[:2], 0) for grant in grants]
     answers = core.handle(Commit(SESSION, 3, items), 2.0).replies[0].body
     assert all("cleared" in str(answer) for answer in answers)
-    assert not core.by_key
+    assert not core.blocks.by_key
 
 
 def test_what_is_as_large_as_a_part_is_one_and_what_is_swept_is_not_gone_through_again() -> None:

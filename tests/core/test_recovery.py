@@ -181,7 +181,7 @@ class Clients:
         tenant = self.rng.randint(1, 2)
         until_s = math.ceil(self.host.now + ttl_s)
         for key in keys:
-            slot = self.core.by_key.get(key)
+            slot = self.core.blocks.by_key.get(key)
             if not ttl_s and slot is not None and slot.tenant == tenant:
                 self.host.retained.pop(key, None)  # a release
         answers = self.act(Retain(session, 1, keys, ttl_s, tenant))
@@ -195,7 +195,7 @@ class Clients:
             if until_s <= self.host.now:
                 del self.host.retained[key]
                 continue
-            slot = self.core.by_key[key]
+            slot = self.core.blocks.by_key[key]
             assert slot.state is SlotState.SEALED
             assert slot.kept_until >= until_s
 
@@ -219,25 +219,27 @@ def check_recovered(host: Host, core: NodeCore) -> None:
     expected = {(seal.key, seal.length, slot_id) for slot_id, seal in host.sealed.items()}
     found = {
         (slot.key, slot.length, slot.slot_id)
-        for slot in core.by_key.values()
+        for slot in core.blocks.by_key.values()
         if slot.state is SlotState.SEALED
     }
     assert found == expected
-    assert core.counts["recovered"] == len(expected)
+    assert core.blocks.counts["recovered"] == len(expected)
     former = core.former()
     assert set(former.reserved) == set(host.reserved)
     assert set(former.pins) == host.pinned
     terms = {k.slot_id: (k.until_s, k.tenant) for k in host.segment.terms.values()}
-    kept = {s.slot_id: (s.kept_until, s.tenant) for s in core.by_key.values() if s.kept_until}
+    kept = {
+        s.slot_id: (s.kept_until, s.tenant) for s in core.blocks.by_key.values() if s.kept_until
+    }
     assert kept == terms
     for key, until_s in host.retained.items():
-        assert until_s <= host.now or core.by_key[key].kept_until >= until_s
+        assert until_s <= host.now or core.blocks.by_key[key].kept_until >= until_s
     World(0, Faults()).checks.books(core)
-    for key, slot in core.by_key.items():
+    for key, slot in core.blocks.by_key.items():
         header = host.sealed[slot.slot_id]
         location = unpack_record(key, slot.record)
         assert (location.epoch, location.generation) == (host.epoch, header.generation)
-    assert core.outbox.publications_pending == len(expected)
+    assert core.blocks.outbox.publications_pending == len(expected)
 
 
 @settings(max_examples=150)
@@ -258,7 +260,7 @@ def test_after_a_kill_at_any_store_exactly_the_sealed_blocks_are_there(seed):
             for _ in range(400):
                 clients.step()
                 for slot_id, slot in kept[0].items():
-                    assert core.allocator.slot(slot_id) is slot
+                    assert core.blocks.allocator.slot(slot_id) is slot
                     assert slot.state is SlotState.RESERVED, f"seed {seed}: rule 5"
                 assert kept[1] <= host.pinned, f"seed {seed}: a pinned slot"
         except KilledError:
@@ -294,13 +296,13 @@ def test_a_pinned_block_stays_where_it_is_and_can_be_found():
     clients.commit(1)
     clients.act(Pin(2, 1, KEYS[:1]))
     core = host.start()
-    slot = core.by_key[KEYS[0]]
+    slot = core.blocks.by_key[KEYS[0]]
     assert core.former().pins == {slot.slot_id: 1}
     assert host.segment.held[slot.slot_id] == 1
     clients = Clients(host, core, random.Random(0))
     for key in KEYS[8:]:
         clients.act(Reserve(1, 1, [key], [ARENA], 3, [0], [0], [b"v" * ARENA], [0]))
-    assert core.by_key[KEYS[0]] is slot
+    assert core.blocks.by_key[KEYS[0]] is slot
     clients.act(SessionDead(FORMER))
     assert host.segment.held[slot.slot_id] == 0
 
@@ -312,30 +314,30 @@ def test_a_block_dropped_while_it_was_pinned_is_gone_and_its_slot_is_not_reused(
     clients.act(Pin(2, 1, KEYS[:1]))
     clients.act(Drop(1, 1, KEYS[:1]))
     core = host.start()
-    assert not core.by_key
+    assert not core.blocks.by_key
     (slot_id,) = core.former().pins
-    assert core.allocator.slot(slot_id).state is SlotState.DOOMED
+    assert core.blocks.allocator.slot(slot_id).state is SlotState.DOOMED
 
 
 def test_records_of_blocks_that_left_just_before_the_end_are_taken_out_of_the_index():
     host = Host()
     core, clients = started(host, KEYS[0])
     clients.commit(1)
-    ((_, record),) = core.outbox.take_publications(10)
+    ((_, record),) = core.blocks.outbox.take_publications(10)
     clients.act(Drop(1, 1, KEYS[:1]))
     core = host.start()
-    assert core.outbox.take_removals(10) == [(KEYS[0], record)]
+    assert core.blocks.outbox.take_removals(10) == [(KEYS[0], record)]
 
 
 def test_a_block_evicted_before_it_was_published_again_takes_its_old_record_along():
     host = Host()
     core, clients = started(host, KEYS[0])
     clients.commit(1)
-    ((_, record),) = core.outbox.take_publications(10)
+    ((_, record),) = core.blocks.outbox.take_publications(10)
     core = host.start()
     Clients(host, core, random.Random(0)).act(Drop(1, 1, KEYS[:1]))
-    assert (KEYS[0], record) in core.outbox.take_removals(10)
-    assert core.outbox.publications_pending == 0
+    assert (KEYS[0], record) in core.blocks.outbox.take_removals(10)
+    assert core.blocks.outbox.publications_pending == 0
 
 
 def test_what_was_stored_first_is_evicted_first_when_nothing_else_is_known():
@@ -344,10 +346,10 @@ def test_what_was_stored_first_is_evicted_first_when_nothing_else_is_known():
     clients.commit(1)
     core, clients = started(host, KEYS[3], size=ARENA)  # reuses the slot of KEYS[0]
     clients.commit(1)
-    assert KEYS[0] not in core.by_key
+    assert KEYS[0] not in core.blocks.by_key
     core, clients = started(host, KEYS[4], size=ARENA)
-    assert KEYS[1] not in core.by_key
-    assert KEYS[3] in core.by_key
+    assert KEYS[1] not in core.blocks.by_key
+    assert KEYS[3] in core.blocks.by_key
 
 
 def test_what_was_stored_last_is_published_first():
@@ -357,18 +359,18 @@ def test_what_was_stored_last_is_published_first():
     core, clients = started(host, KEYS[3], size=ARENA)  # in the slot of KEYS[0]
     clients.commit(1)
     core = host.start()
-    assert [key for key, _ in core.outbox.take_publications(2)] == [KEYS[3], KEYS[2]]
+    assert [key for key, _ in core.blocks.outbox.take_publications(2)] == [KEYS[3], KEYS[2]]
 
 
 def test_a_header_that_is_not_whole_is_dropped_and_its_slot_is_free():
     host = Host()
     core, clients = started(host, *KEYS[:2])
     clients.commit(1)
-    slot_id = core.by_key[KEYS[0]].slot_id
+    slot_id = core.blocks.by_key[KEYS[0]].slot_id
     host.segment.headers[slot_id * 64 + 20] ^= 1
     core = host.start()
-    assert list(core.by_key) == [KEYS[1]]
-    assert core.counts["recovery_dropped"] == 1
+    assert list(core.blocks.by_key) == [KEYS[1]]
+    assert core.blocks.counts["recovery_dropped"] == 1
     assert host.segment.header(slot_id)[0] == SlotState.FREE
     World(0, Faults()).checks.books(core)
 
@@ -410,7 +412,7 @@ def test_slots_that_overlap_within_a_page_are_not_recovered_from():
     host = Host()
     core, clients = started(host, *KEYS[:2], size=5000)
     clients.commit(1)
-    first, second = sorted(core.by_key.values(), key=lambda slot: slot.start)
+    first, second = sorted(core.blocks.by_key.values(), key=lambda slot: slot.start)
     assert first.start + first.size == second.start
     header = host.sealed[second.slot_id]._replace(granule=second.granule - 1)
     host.segment.headers[second.slot_id * 64 :][:64] = pack(header[1:])
@@ -423,13 +425,13 @@ def test_generations_go_on_over_a_restart_whatever_the_headers_still_say():
     host = Host()
     core, clients = started(host, *KEYS[:16], size=4096)
     clients.commit(1)
-    last = max(slot.generation for slot in core.by_key.values())
+    last = max(slot.generation for slot in core.blocks.by_key.values())
     clients.act(Clear(1, 1, 3))
     for page in range(SIZE // 4096):
         host.segment.headers[page * 64 :][:64] = bytes(64)
     core, clients = started(host, KEYS[20], size=4096)
     assert next(iter(core.former().reserved.values()), None) is None
-    assert core.by_key[KEYS[20]].generation > last
+    assert core.blocks.by_key[KEYS[20]].generation > last
 
 
 def test_never_used_pages_are_not_looked_at():

@@ -53,9 +53,9 @@ def test_names_of_what_is_not_there_or_has_gone_are_not_kept() -> None:
     node = core()
     put(node, KEYS[0], 1.0)
     node.handle(Named(1, KEYS[:2], [b"a", b"b"]), 1.0)
-    assert len(node.names) == 1
+    assert len(node.blocks.names) == 1
     node.handle(Drop(1, 1, KEYS[:1]), 2.0)
-    assert len(node.names) == 0
+    assert len(node.blocks.names) == 0
 
 
 def test_no_more_names_are_kept_than_the_limit_says_the_first_told_go_first(

@@ -67,15 +67,15 @@ def books(core):
             *(slot.slot_id, slot.offset, slot.generation, slot.state, slot.last_use, slot.record),
             *(slot.uses, slot.counted_at, slot.placed_at),
         )
-        for key, slot in core.by_key.items()
+        for key, slot in core.blocks.by_key.items()
     }
-    order = [core.allocator.slot(i).key for i in core.allocator._evictable.coldest()]
+    order = [core.blocks.allocator.slot(i).key for i in core.blocks.allocator._evictable.coldest()]
     return (
         slots,
         order,
-        core.counts,
-        core.outbox.take_publications(1000),
-        core.listed.page(b"", 999),
+        core.blocks.counts,
+        core.blocks.outbox.take_publications(1000),
+        core.blocks.listed.page(b"", 999),
     )
 
 
@@ -99,7 +99,7 @@ def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed, pol
             held.update((a[0], a[1]) for a in answers if len(a) == 3)
             full += answers.count(NO_SPACE)
         if isinstance(event, Pin):
-            slots = map(cores[0].by_key.get, event.keys)
+            slots = map(cores[0].blocks.by_key.get, event.keys)
             found = [slot for slot in slots if slot is not None]
             pinned += [
                 (slot.slot_id, slot.generation)
@@ -107,8 +107,8 @@ def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed, pol
                 if slot.state is SlotState.SEALED and slot.pins
             ]
         assert books(cores[0]) == books(cores[1]), f"seed {seed}, {event}"
-        list(cores[0].allocator.extents())
-    assert cores[0].counts["evicted"] > 0
+        list(cores[0].blocks.allocator.extents())
+    assert cores[0].blocks.counts["evicted"] > 0
 
 
 @pytest.mark.parametrize("length", [4096, 5000, 16 * KIB, 100 * KIB, 3 << 20])
@@ -134,6 +134,6 @@ def test_blocks_of_one_size_make_room_for_as_many_at_once():
         n = [0] * 8
         event = Reserve(1, 1, keys, [32 * KIB] * 8, 5, n, n, [bytes(32 * KIB)] * 8, n)
         assert core.handle(event, 1.0).replies[0].body == [STORED] * 8
-    assert core.counts["evicted"] == 8
-    assert sorted(core.by_key) == sorted(keys)
-    assert core.allocator.free_bytes == 0
+    assert core.blocks.counts["evicted"] == 8
+    assert sorted(core.blocks.by_key) == sorted(keys)
+    assert core.blocks.allocator.free_bytes == 0

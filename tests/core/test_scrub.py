@@ -15,7 +15,7 @@ KEYS = Namespace.named("test").block_keys(range(10), 1)
 def core():
     core = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10)
     put(core, KEYS)
-    core.outbox.published(core.outbox.take_publications(100))
+    core.blocks.outbox.published(core.blocks.outbox.take_publications(100))
     return core
 
 
@@ -42,22 +42,22 @@ def test_it_goes_round_over_all_keys_and_begins_again(core):
     ids=["lost", "damaged", "of a former start", "of a former block"],
 )
 def test_a_block_whose_record_is_lost_or_wrong_is_published_again(core, held):
-    record = core.by_key[KEYS[0]].record
+    record = core.blocks.by_key[KEYS[0]].record
     scrub = Scrub(core)
     assert scrub.found(KEYS[:1], [held(KEYS[0], record)], {}) == 1
-    assert core.outbox.take_publications(10) == [(KEYS[0], record)]
+    assert core.blocks.outbox.take_publications(10) == [(KEYS[0], record)]
 
 
 @pytest.mark.parametrize(("announced", "lost"), [(9, 0), (10, 1), (None, 1)])
 def test_a_right_record_and_one_of_another_node_stay_while_that_start_lives(core, announced, lost):
-    record = core.by_key[KEYS[0]].record
+    record = core.blocks.by_key[KEYS[0]].record
     other = pack_record(
-        KEYS[1], unpack_record(KEYS[1], core.by_key[KEYS[1]].record)._replace(node_id=6)
+        KEYS[1], unpack_record(KEYS[1], core.blocks.by_key[KEYS[1]].record)._replace(node_id=6)
     )
     scrub = Scrub(core)
     assert scrub.owners(KEYS[:2], [record, other]) == {6}
     assert scrub.found(KEYS[:2], [record, other], {6: announced}) == lost
-    assert core.outbox.publications_pending == lost
+    assert core.blocks.outbox.publications_pending == lost
 
 
 def test_a_block_that_left_while_the_index_was_asked_stays_away(core):
@@ -77,7 +77,7 @@ def test_what_is_being_written_is_not_lost_and_what_is_repaired_is_counted(core)
     core.handle(Reserve(1, 1, [b"w" * 32], [5], 3, [0], [0], [None], [0]), 0.0)
     scrub = Scrub(core)
     assert scrub.found([b"w" * 32, *KEYS[:2]], [None] * 3, {}) == 2
-    assert core.counts["repaired"] == 2
+    assert core.blocks.counts["repaired"] == 2
 
 
 def test_there_is_an_answer_for_each_key_or_none_is_believed(core):

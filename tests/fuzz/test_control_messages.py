@@ -114,7 +114,7 @@ def capacity_is_whole(core: NodeCore) -> None:
     assert len({slot.slot_id for slot in held}) == len(held)
     for slot in held:
         assert slot.state is SlotState.RESERVED
-    ids = [slot.slot_id for slot in core.by_key.values()]
+    ids = [slot.slot_id for slot in core.blocks.by_key.values()]
     assert len(set(ids)) == len(ids)
     (told,) = core.handle(Stat(1, 1), 0.0).replies
     assert told.body["capacity_bytes"] == 2 * MIB

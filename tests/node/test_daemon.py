@@ -383,7 +383,7 @@ def test_while_an_emptied_index_is_refilled_requests_are_answered(node, index, t
 
     def slow(records):
         time.sleep(0.02)
-        left.append(node.core.outbox.publications_pending)
+        left.append(node.core.blocks.outbox.publications_pending)
         return real(records)
 
     monkeypatch.setattr(index, "publish", slow)

@@ -215,7 +215,7 @@ def test_a_directory_that_may_not_be_entered_any_more_ends_nobody(
         shut.chmod(0)
         time.sleep(2.5)
         said.append(asked(channel))
-        alive, failed = node._thread.is_alive(), node.core.counts["tasks_failed"]
+        alive, failed = node._thread.is_alive(), node.core.blocks.counts["tasks_failed"]
         shut.chmod(0o700)
         again = asked(new())
         channel.close()

@@ -48,10 +48,10 @@ def test_what_was_kept_is_there_again_under_a_new_epoch_and_in_the_index(tmp_pat
     old = index.lookup(KEYS)
     assert index.nodes() == {}
     with Node(config(tmp_path), index) as node:
-        assert node.core.counts["recovered"] == len(KEYS)
+        assert node.core.blocks.counts["recovered"] == len(KEYS)
         assert node.announcement.head_path == former.announcement.head_path
         assert node.announcement.epoch > former.announcement.epoch
-        wait_until(lambda: not node.core.outbox.publications_pending, "the publication", 5)
+        wait_until(lambda: not node.core.blocks.outbox.publications_pending, "the publication", 5)
         assert not set(index.lookup(KEYS)) & set(old)
         assert Talker(node).put(KEYS[0])[1:] == [True, [1]]
 
@@ -65,7 +65,7 @@ def test_under_another_prefix_or_in_another_shape_it_starts_empty_and_says_why(
 ):
     former = filled(tmp_path, index)
     with Node(config(tmp_path, **options), index) as node:
-        assert node.core.counts["recovered"] == 0
+        assert node.core.blocks.counts["recovered"] == 0
         assert f"its {why} is" in caplog.text
         assert not head_of(former).exists()
 
@@ -83,7 +83,7 @@ def test_a_segment_that_cannot_be_trusted_is_left_for_an_empty_one(
         head.seek(offset)
         head.write(b"\x77")
     with Node(config(tmp_path), index) as node:
-        assert node.core.counts["recovered"] == 0
+        assert node.core.blocks.counts["recovered"] == 0
         assert why in caplog.text
         assert Talker(node).put(KEYS[0])[1:] == [True, [0]]
     assert len(list((tmp_path / "shm").iterdir())) == 2  # the former one's files are gone
@@ -142,7 +142,7 @@ def test_what_waits_for_a_start_outlives_one_that_is_refused(
             Node(wrong, index).start()
     assert index.nodes() == {}
     with Node(config(tmp_path), index) as node:
-        assert node.core.counts["recovered"] == len(KEYS)
+        assert node.core.blocks.counts["recovered"] == len(KEYS)
 
 
 def test_a_first_start_that_is_refused_leaves_nothing(tmp_path, index, monkeypatch):
@@ -217,10 +217,10 @@ def test_a_start_under_another_host_name_goes_on_with_what_was_kept(tmp_path, in
     former = filled(tmp_path, index)
     monkeypatch.setattr(socket, "gethostname", lambda: "kvstore-node-x7k2p")
     with Node(config(tmp_path), index) as node:
-        assert node.core.counts["recovered"] == len(KEYS)
+        assert node.core.blocks.counts["recovered"] == len(KEYS)
         assert node.core.node_id == former.core.node_id
         assert node.announcement.host == "kvstore-node-x7k2p"
-        wait_until(lambda: not node.core.outbox.publications_pending, "the publication", 5)
+        wait_until(lambda: not node.core.blocks.outbox.publications_pending, "the publication", 5)
         assert list(index.nodes()) == [former.core.node_id]
 
 

@@ -107,7 +107,7 @@ def within_one_page(history: History) -> None:
 def dropped_while_pinned(history: History) -> None:
     history.put(*KEYS[:2])
     history.do(Pin(2, 1, KEYS[:1]))
-    slot = history.core.by_key[KEYS[0]]
+    slot = history.core.blocks.by_key[KEYS[0]]
     history.do(Drop(1, 1, KEYS[:1]))
     history.do(Unpin(2, 1, [(slot.slot_id, slot.generation)]))
     history.put(KEYS[3])
@@ -119,7 +119,7 @@ def moved(history: History) -> None:
     for tenant in (1, 2):
         history.do(Retain(1, 1, KEYS[2 * tenant - 1 : 8 : 4], 60, tenant))
     history.put(KEYS[8], size=16384)
-    assert history.core.counts["moved"] == 1
+    assert history.core.blocks.counts["moved"] == 1
 
 
 HISTORIES = (
@@ -159,7 +159,7 @@ def recovered(headers: bytes, held: bytes) -> NodeCore:
 def blocks(core: NodeCore) -> set[tuple[int, bytes, int, int, int]]:
     return {
         (slot.slot_id, slot.key, slot.length, slot.generation, slot.checksum)
-        for slot in core.by_key.values()
+        for slot in core.blocks.by_key.values()
         if slot.state is SlotState.SEALED
     }
 

@@ -109,7 +109,7 @@ def moved(node: Watched) -> None:
     for tenant in (1, 2):
         node.do(Retain(1, 1, KEYS[2 * tenant - 1 : 8 : 4], 60, tenant))
     node.put(KEYS[8], MOVED_BYTES)
-    assert node.core.counts["moved"] == 1
+    assert node.core.blocks.counts["moved"] == 1
 
 
 History = Callable[[Watched], None]

@@ -5,7 +5,7 @@ import struct
 from planting import bug, bug_that_needs
 
 from kvstore.client import block_lookup, client, reader
-from kvstore.core.node import NodeCore
+from kvstore.core.blocks import Blocks
 from kvstore.core.outgoing.outbox import Outbox
 from kvstore.core.scrub import Scrub
 from kvstore.index.memory import MemoryIndex
@@ -174,7 +174,7 @@ def a_pin_ends_although_a_view_lives(patch):
 @bug
 def flushed_index_never_refilled(patch):
     """Neither the new incarnation nor the round over all blocks publishes anything."""
-    patch(NodeCore, "republish", lambda self: 0)
+    patch(Blocks, "republish", lambda self: 0)
     patch(Scrub, "next", lambda self, at_most: [])
 
 
@@ -204,19 +204,19 @@ def plain_delete(patch):
 @bug
 def lost_removal(patch):
     """Evicted blocks stay in the index for ever."""
-    real = NodeCore._free
+    real = Blocks.free
 
     def free(self, slot, event, writes):
         slot.published = False
         real(self, slot, event, writes)
 
-    patch(NodeCore, "_free", free)
+    patch(Blocks, "free", free)
 
 
 @bug_that_needs(index_slow=0.5, index_down=0.5)
 def one_removal_per_key(patch):
     """Seed 4: a record of a publication that never arrived hides an older one."""
-    real = NodeCore._free
+    real = Blocks.free
 
     def free(self, slot, event, writes):
         removals = self.outbox._removals
@@ -224,7 +224,7 @@ def one_removal_per_key(patch):
             del removals[item]
         real(self, slot, event, writes)
 
-    patch(NodeCore, "_free", free)
+    patch(Blocks, "free", free)
 
 
 @bug

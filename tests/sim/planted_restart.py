@@ -5,10 +5,10 @@ from planting import bug, bug_that_needs
 from kvstore import circuit_breaker
 from kvstore.client.local import control, link
 from kvstore.core import recovery
+from kvstore.core.blocks import Blocks
 from kvstore.core.events import Seal, SessionDead
 from kvstore.core.holdings import FORMER
 from kvstore.core.memory.granules import granules_of
-from kvstore.core.node import NodeCore
 from kvstore.node.daemon import Node
 from kvstore.segment import scan, shm
 from kvstore.segment.header import _HEADER as HEADER
@@ -26,7 +26,7 @@ def restart_frees_what_is_reserved(patch):
 
     def hold(core, slot_id, generation, *, reserved):
         if reserved:
-            core.allocator.became_free(core.allocator.slot(slot_id))
+            core.blocks.allocator.became_free(core.blocks.allocator.slot(slot_id))
         else:
             real(core, slot_id, generation, reserved=False)
 
@@ -76,12 +76,12 @@ def restart_forgets_pins(patch):
 @bug
 def restart_counts_generations_anew(patch):
     """A reader of the former start cannot tell a reused slot."""
-    real = NodeCore.restore
+    real = Blocks.restore
 
     def restore(self, bounds):
         real(self, bounds._replace(generation=0))
 
-    patch(NodeCore, "restore", restore)
+    patch(Blocks, "restore", restore)
 
 
 @bug_that_needs(**RESTARTS)

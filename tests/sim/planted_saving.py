@@ -4,6 +4,7 @@ from planting import bug, bug_that_needs
 
 from kvstore.client.local import control, link
 from kvstore.core.answers import Grant
+from kvstore.core.blocks import Blocks
 from kvstore.core.events import Copy, Fill, SessionResumed
 from kvstore.core.memory import allocator
 from kvstore.core.memory.granules import granules_of
@@ -28,9 +29,9 @@ def seal_before_the_copy(patch):
         real(self, event, effects, now)
         for answer in effects.replies[-1].body:
             if isinstance(answer, Grant):
-                slot = self.allocator.slot(answer[0])
+                slot = self.blocks.allocator.slot(answer[0])
                 del self._sessions[event.session].reserved[slot.slot_id]
-                self._seal([slot], effects.writes)
+                self.blocks.seal([slot], effects.writes)
 
     patch(NodeCore, "_reserve", reserve)
 
@@ -44,9 +45,9 @@ def publish_before_the_seal(patch):
         real(self, event, effects, now)
         for answer in effects.replies[-1].body:
             if isinstance(answer, Grant):
-                slot = self.allocator.slot(answer[0])
+                slot = self.blocks.allocator.slot(answer[0])
                 slot.record = pack_record(slot.key, _location(self, slot))
-                self.outbox.publish(slot)
+                self.blocks.outbox.publish(slot)
 
     patch(NodeCore, "_reserve", reserve)
 
@@ -165,11 +166,11 @@ def pinned_slot_evicted(patch):
     real = NodeCore._pin
 
     def pin(self, event, effects, now):
-        before = {slot: slot.pins for slot in self.by_key.values()}
+        before = {slot: slot.pins for slot in self.blocks.by_key.values()}
         real(self, event, effects, now)
         for slot, pins in before.items():
             if pins == 0 and slot.pins:
-                self.allocator.became_evictable(slot)
+                self.blocks.allocator.became_evictable(slot)
 
     patch(NodeCore, "_pin", pin)
 
@@ -177,35 +178,35 @@ def pinned_slot_evicted(patch):
 @bug
 def doomed_slot_reused(patch):
     """A block that was dropped while it is pinned is free at once."""
-    real = NodeCore._drop_slot
+    real = Blocks.drop
 
     def drop(self, slot, why, writes, now):
         if slot.state is not SlotState.SEALED or not slot.pins:
             return real(self, slot, why, writes, now)
         pins, slot.pins = slot.pins, 0
         self.allocator.became_evictable(slot)
-        self._free([slot], SlotEvent.EVICT, writes)
+        self.free([slot], SlotEvent.EVICT, writes)
         slot.pins = pins
         return True
 
-    patch(NodeCore, "_drop_slot", drop)
+    patch(Blocks, "drop", drop)
 
 
 @bug
 def first_of_several_unpins_frees(patch):
     """A doomed slot is free while another client still looks at it."""
-    real = NodeCore._unpin_slot
+    real = Blocks.unpin
 
     def unpin(self, slot, count, *writes):
         real(self, slot, slot.pins if slot.state is SlotState.DOOMED else count, *writes)
 
-    patch(NodeCore, "_unpin_slot", unpin)
+    patch(Blocks, "unpin", unpin)
 
 
 @bug
 def generation_not_advanced(patch):
     """A reader cannot tell a reused slot from the one it was sent to."""
-    real = NodeCore._take
+    real = Blocks.take
 
     def take(self, *arguments):
         slots = real(self, *arguments)
@@ -213,7 +214,7 @@ def generation_not_advanced(patch):
             self._generation -= 1
         return slots
 
-    patch(NodeCore, "_take", take)
+    patch(Blocks, "take", take)
 
 
 @bug
@@ -237,26 +238,26 @@ def extents_of_neighbours_overlap(patch):
 @bug
 def moved_block_sealed_before_its_bytes(patch):
     """Readers find a block at its new place before it is there (rule 3)."""
-    real = NodeCore._move
+    real = Blocks._move
 
     def move(self, old, new, writes):
         late = []
         real(self, old, new, late)
         writes += sorted(late, key=lambda write: isinstance(write, Copy))
 
-    patch(NodeCore, "_move", move)
+    patch(Blocks, "_move", move)
 
 
 @bug
 def moved_block_stays_at_its_old_place_too(patch):
     """The old header says SEALED while others write there (rule 4)."""
-    real = NodeCore._move
+    real = Blocks._move
 
     def move(self, old, new, writes):
         real(self, old, new, writes)
         writes.pop()
 
-    patch(NodeCore, "_move", move)
+    patch(Blocks, "_move", move)
 
 
 @bug

@@ -88,7 +88,9 @@ class World:
         for node in self.nodes:
             if node.readable:
                 assert node.core is not None
-                old = [n for n in map(number_of, node.core.by_key) if n < self.complete_before]
+                old = [
+                    n for n in map(number_of, node.core.blocks.by_key) if n < self.complete_before
+                ]
                 assert not old, f"{node.name} has {old}, reset before {self.complete_before}"
 
 
@@ -252,7 +254,7 @@ def test_who_was_down_learns_of_it_when_all_who_knew_are_gone(
         world.index.lose_everything()
     away.start()
     assert away.core is not None
-    assert not away.core.by_key
+    assert not away.core.blocks.by_key
 
 
 def test_a_node_that_was_alone_keeps_its_blocks_when_the_index_forgets(
@@ -269,7 +271,7 @@ def test_a_node_that_was_alone_keeps_its_blocks_when_the_index_forgets(
     world.index.lose_everything()
     alone.start()
     assert alone.core is not None
-    assert len(alone.core.by_key) == 1
+    assert len(alone.core.blocks.by_key) == 1
 
 
 @pytest.mark.nightly

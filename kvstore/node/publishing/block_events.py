@@ -99,7 +99,7 @@ class BlockEvents:
         self._monotonic = machine.monotonic
         self._medium = medium
         self._topic = topic_of(source)
-        self._changes = core.changes = Changes()
+        self._changes = core.blocks.changes = Changes()
         self._next = 0
         """Number of the next message."""
         self._due = False
@@ -163,7 +163,7 @@ class BlockEvents:
         if self._ending:
             return
         stored, removed = self._changes.take()
-        if removed and not self._core.listed:
+        if removed and not self._core.blocks.listed:
             self._put(BlockChanges(True, [], []))
         else:
             for some in in_batches(removed, EVENT_KEYS_MAX):
@@ -194,7 +194,9 @@ class BlockEvents:
             return
         self._snapshot_at = self._loop.time()
         self._cut()
-        self._snapshots.append(Snapshot(self._next - 1, self._wall(), self._core.listed.keys()))
+        self._snapshots.append(
+            Snapshot(self._next - 1, self._wall(), self._core.blocks.listed.keys())
+        )
         self._wake()
 
     def _wake(self) -> None:
@@ -208,7 +210,7 @@ class BlockEvents:
         self._cut()
         if not keep:
             self._put(BlockChanges(True, [], []))
-        self._core.changes = None
+        self._core.blocks.changes = None
         self._ending = True
         self._wake()
         self._thread.join(STOP_TIMEOUT_S)

@@ -59,7 +59,7 @@ class Publisher:
     def answer(self, to: Speaker, reply: Reply) -> None:
         """Send `reply` once all that was sealed up to now is in the index; at once while the index
         is away."""
-        if self._core.outbox.awaited and not self.away:
+        if self._core.blocks.outbox.awaited and not self.away:
             self._held.append((to, reply))
         else:
             to.send(reply)
@@ -67,16 +67,16 @@ class Publisher:
     def schedule(self) -> None:
         """Have what is pending sent to the index: publications in the loop's next turn, removals
         after `REMOVE_DELAY_S`."""
-        if self._core.outbox.publications_pending and not self._flush_due:
+        if self._core.blocks.outbox.publications_pending and not self._flush_due:
             # All requests that are ready in this turn of the loop are handled
             # before the flush: that is the group commit.
             self._flush_due = True
             self._loop.call_soon(self._flush)
-        if self._core.outbox.removals_pending and not self._remove_due:
+        if self._core.blocks.outbox.removals_pending and not self._remove_due:
             self._remove_later(REMOVE_DELAY_S)
 
     def _flush(self) -> None:
-        outbox = self._core.outbox
+        outbox = self._core.blocks.outbox
         work = outbox.take_publications(PUBLISH_BATCH)
         again_s = 0.0
         try:
@@ -126,16 +126,16 @@ class Publisher:
 
     def remove(self) -> None:
         """Remove a batch of records that are due from the index now, and the rest later."""
-        work = self._core.outbox.take_removals(REMOVE_BATCH)
+        work = self._core.blocks.outbox.take_removals(REMOVE_BATCH)
         if not work:
             return
         again_s = REMOVE_DELAY_S
         try:
             self._index.remove(work)
-            self._core.outbox.removed(work)
+            self._core.blocks.outbox.removed(work)
         except IndexUnavailableError:
             again_s = INDEX_RETRY_S
-        if self._core.outbox.removals_pending and not self._remove_due:
+        if self._core.blocks.outbox.removals_pending and not self._remove_due:
             self._remove_later(again_s)
 
     def _remove_later(self, wait_s: float) -> None:
@@ -149,7 +149,7 @@ class Publisher:
 
     def refill(self) -> None:
         """Publish every block anew: the index lost keys."""
-        count = self._core.republish()
+        count = self._core.blocks.republish()
         log.info("the index was emptied, restarted or failed over: publishing %d blocks", count)
         self.schedule()
 
@@ -158,7 +158,7 @@ class Publisher:
         segment goes. Raises `IndexUnavailableError`."""
         give_up_at = self._now() + STOP_TIMEOUT_S
         while self._now() < give_up_at:
-            batch = self._core.take_published(REMOVE_BATCH)
+            batch = self._core.blocks.take_published(REMOVE_BATCH)
             if not batch:
                 return
             self._index.remove(batch)

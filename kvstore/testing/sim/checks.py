@@ -163,7 +163,7 @@ class RuleChecks:
     def _may_be_reused(self, segment: SimOwned, slot_id: int) -> None:
         block = segment.superblock
         node = self.nodes[block.node_id, block.epoch]
-        slot = node.core.allocator.slot(slot_id)
+        slot = node.core.blocks.allocator.slot(slot_id)
         if slot is not None:  # else it came and went within one request
             start = segment.address + slot.offset
             stop = start + slot.size * GRANULE_BYTES
@@ -191,7 +191,7 @@ class RuleChecks:
             header = unpack(segment.header(location.slot))
             if header is None or header.key != key or header.generation != location.generation:
                 self._world.fail(f"rule 3: {_short(key)} published, slot {location.slot} unsealed")
-            slot = node.core.by_key[key]
+            slot = node.core.blocks.by_key[key]
             if not self.right(key, segment.bytes_at(slot.offset, header.length)):
                 self._world.fail(f"rule 3: {_short(key)} published before its bytes were in place")
 
@@ -221,7 +221,7 @@ class RuleChecks:
 
     def books(self, core: NodeCore) -> None:
         """Check that free, writing, sealed and doomed slots add up, and no slot is in two lists."""
-        fail, allocator = self._world.fail, core.allocator
+        fail, allocator = self._world.fail, core.blocks.allocator
         held = [s for session in core.sessions() for s in session.reserved.values()]
         reserved = {slot.slot_id for slot in held}
         if len(reserved) != len(held):
@@ -245,7 +245,7 @@ class RuleChecks:
                 fail(f"slot {slot.slot_id} is {state.name}: no session holds it, or one does")
             if slot.length > slot.size * GRANULE_BYTES:
                 fail(f"slot {slot.slot_id} has {slot.size} KiB for {slot.length} bytes")
-            if state is SlotState.SEALED and core.by_key.get(slot.key) is not slot:
+            if state is SlotState.SEALED and core.blocks.by_key.get(slot.key) is not slot:
                 fail(f"slot {slot.slot_id} is sealed but its key leads elsewhere")
             stays = slot.pins or slot.kept_until
             if allocator.may_go(slot) != (state is SlotState.SEALED and not stays):
@@ -254,11 +254,11 @@ class RuleChecks:
                 retained += slot.size * GRANULE_BYTES
                 if state is not SlotState.SEALED:
                     fail(f"slot {slot.slot_id} is {state.name}, and retained")
-        sealed = {key for key, slot in core.by_key.items() if slot.state is SlotState.SEALED}
-        if set(core.listed.page(b"", len(sealed) + 1)) != sealed:
+        sealed = {key for key, slot in core.blocks.by_key.items() if slot.state is SlotState.SEALED}
+        if set(core.blocks.listed.page(b"", len(sealed) + 1)) != sealed:
             fail("the list of sealed blocks is another one than the keys say")
-        if retained != core.retained.bytes:
-            fail(f"{retained} bytes are retained, the books say {core.retained.bytes}")
+        if retained != core.blocks.retained.bytes:
+            fail(f"{retained} bytes are retained, the books say {core.blocks.retained.bytes}")
         if seen != len(allocator.slots()) or free * GRANULE_BYTES != allocator.free_bytes:
             fail(f"{seen} slots and {free} KiB free are seen, the books say otherwise")
 
@@ -309,7 +309,7 @@ class RuleChecks:
         """Return a sealed block that cannot be found: no record leads to a block of its key."""
         truth = self._world.index.truth()
         for node in self.living():
-            for key in node.core.by_key:
+            for key in node.core.blocks.by_key:
                 record = truth.get(key)
                 # Another node's record that came after that node had taken it back
                 # hides ours: nobody can know.
@@ -326,7 +326,7 @@ class RuleChecks:
         node = self.nodes.get((location.node_id, location.epoch))
         if node is None or node.process.dead:
             return False
-        slot = node.core.by_key.get(key)
+        slot = node.core.blocks.by_key.get(key)
         return slot is not None and slot.state is SlotState.SEALED and slot.record == record
 
     def _stale(self) -> str | None:

@@ -334,7 +334,7 @@ def test_of_a_run_that_took_several_requests_the_end_is_evicted_before_the_head(
     for other in range(100, 140):
         payload = encode(bytes([other]) * MIB)
         assert all(put_pipeline.save(writer, NAMESPACE, [key(other)], [payload], checksums=False))
-        left = [k for k in run if k in node.core.by_key]
+        left = [k for k in run if k in node.core.blocks.by_key]
         if len(left) < len(run):
             assert left == run[: len(left)]
             if len(left) <= 4:

@@ -53,13 +53,13 @@ class Node:
         self.handle(Touch(1, list(map(key_of, numbers))), after_s)
 
     def slot(self, number):
-        return self.core.by_key[key_of(number)]
+        return self.core.blocks.by_key[key_of(number)]
 
     def uses(self, *numbers):
         return [self.slot(number).uses for number in numbers]
 
     def there(self, *numbers):
-        return [number for number in numbers if key_of(number) in self.core.by_key]
+        return [number for number in numbers if key_of(number) in self.core.blocks.by_key]
 
     def pin(self, number):
         self.handle(Pin(1, 1, [key_of(number)]))
@@ -215,11 +215,13 @@ def test_a_restart_knows_the_order_and_no_uses():
         seals += [write for write in node.handle(put).writes if isinstance(write, Seal)]
     again = Node()
     again.core.epoch = 10
-    recover(again.core, Seen(node.core.bounds, seals, set(), [], [], []), 9, 1000.0)
+    recover(again.core, Seen(node.core.blocks.bounds, seals, set(), [], [], []), 9, 1000.0)
     again.now = 1000.0
     assert again.uses(3, 4) == [1, 1]
     again.put(5)
-    assert [slot.key for slot in again.core.allocator.coldest()] == list(map(key_of, (3, 4, 5)))
+    assert [slot.key for slot in again.core.blocks.allocator.coldest()] == list(
+        map(key_of, (3, 4, 5))
+    )
 
 
 def test_what_goes_down_a_tier_is_what_the_policy_says_and_is_not_used_by_that():
@@ -244,4 +246,4 @@ def test_every_policy_fills_and_serves_a_node():
         effects = core.handle(put, 1.0)
         assert effects.replies[0].body == [STORED] * n
         assert sum(isinstance(write, Fill) for write in effects.writes) == n
-        assert list(core.by_key) == keys[-BLOCKS:]
+        assert list(core.blocks.by_key) == keys[-BLOCKS:]

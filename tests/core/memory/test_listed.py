@@ -73,7 +73,7 @@ def test_what_is_counted_is_what_is_there(steps: list[tuple[int, int, int]]) -> 
             saved(core, [KEYS[number]], namespace_id, size_bytes=4096 - namespace_id)
         else:
             core.handle(Drop(1, 4, [KEYS[number]]), 0.0)
-        sealed = [slot for slot in core.by_key.values() if slot.state is SlotState.SEALED]
+        sealed = [slot for slot in core.blocks.by_key.values() if slot.state is SlotState.SEALED]
         stats = core.handle(Stat(1, 5), 0.0).replies[0].body
         assert stats["blocks"] == len(sealed)
         assert stats["block_bytes"] == sum(slot.length for slot in sealed)

@@ -69,7 +69,7 @@ class Node:
         World(0, Faults()).checks.books(self.core)
 
     def has(self, *keys):
-        return all(key in self.core.by_key for key in keys)
+        return all(key in self.core.blocks.by_key for key in keys)
 
     def flood(self, times, first=FIT, size=BLOCK):
         """Values of `times` the capacity, one after the other."""
@@ -88,7 +88,7 @@ def test_a_retained_prefix_outlives_a_flood_of_ten_times_the_capacity(node):
     assert node.retain(*KEYS[:10]) == [Retained.YES] * 10
     node.flood(10)
     assert node.has(*KEYS[:10])
-    assert not any(key in node.core.by_key for key in KEYS[10:20])
+    assert not any(key in node.core.blocks.by_key for key in KEYS[10:20])
 
 
 def test_it_is_kept_by_nobody_it_outlives_who_asked(node):
@@ -107,8 +107,8 @@ def test_from_its_second_on_it_may_go_like_any_other(node):
     assert node.has(*KEYS[:3])
     node.now += 0.2
     node.flood(2, first=4 * FIT)
-    assert not any(key in node.core.by_key for key in KEYS[:3])
-    assert (len(node.core.retained), node.core.retained.bytes) == (0, 0)
+    assert not any(key in node.core.blocks.by_key for key in KEYS[:3])
+    assert (len(node.core.blocks.retained), node.core.blocks.retained.bytes) == (0, 0)
 
 
 def test_where_many_end_together_no_event_waits_for_all_of_them(node, monkeypatch):
@@ -120,7 +120,7 @@ def test_where_many_end_together_no_event_waits_for_all_of_them(node, monkeypatc
     left = []
     for _ in range(4):
         node.ask(Touch(CLIENT, []))
-        left.append(len(node.core.retained))
+        left.append(len(node.core.blocks.retained))
     assert left == [15, 5, 0, 0]
     node.check()
 
@@ -129,22 +129,22 @@ def test_to_ask_again_makes_it_longer_and_never_shorter(node):
     node.put(KEYS[0])
     node.retain(KEYS[0], ttl_s=50)
     assert node.retain(KEYS[0], ttl_s=5) == [Retained.YES]
-    assert node.core.by_key[KEYS[0]].kept_until == 1050
+    assert node.core.blocks.by_key[KEYS[0]].kept_until == 1050
     assert node.retain(KEYS[0], ttl_s=70) == [Retained.YES]
-    assert node.writes[-1] == Keep(node.core.by_key[KEYS[0]].slot_id, 1070, ALICE)
+    assert node.writes[-1] == Keep(node.core.blocks.by_key[KEYS[0]].slot_id, 1070, ALICE)
     node.now += 60
     node.flood(2)
     assert node.has(KEYS[0])
-    assert node.core.counts["retentions"] == 1
+    assert node.core.blocks.counts["retentions"] == 1
 
 
 def test_a_release_ends_it_and_gives_the_budget_back(node):
     node.put(*KEYS[:2])
-    slot_id = node.core.by_key[KEYS[0]].slot_id
+    slot_id = node.core.blocks.by_key[KEYS[0]].slot_id
     node.retain(*KEYS[:2])
     assert node.retain(KEYS[0], ttl_s=0) == [Retained.YES]
     assert node.writes[-1] == Keep(slot_id, 0, 0)
-    assert node.core.retained.bytes == BLOCK
+    assert node.core.blocks.retained.bytes == BLOCK
     node.flood(2)
     assert not node.has(KEYS[0])
     assert node.has(KEYS[1])
@@ -162,7 +162,10 @@ def test_what_another_tenant_retains_nobody_else_ends_or_lengthens(node):
     assert node.retain(KEYS[0], ttl_s=50, tenant=BOB) == [Retained.YES]
     assert node.retain(KEYS[0], ttl_s=51, tenant=BOB) == [Retained.OTHERS]
     assert node.retain(KEYS[0], ttl_s=0, tenant=BOB) == [Retained.YES]
-    assert (node.core.by_key[KEYS[0]].kept_until, len(node.core.retained)) == (1050, 1)
+    assert (node.core.blocks.by_key[KEYS[0]].kept_until, len(node.core.blocks.retained)) == (
+        1050,
+        1,
+    )
 
 
 def test_what_is_absent_or_being_written_is_not_retained(node):
@@ -179,8 +182,8 @@ def test_the_node_and_each_tenant_have_a_budget_to_the_byte():
     assert answers == [Retained.YES] * quarter + [Retained.TENANT_BUDGET]
     assert set(node.retain(*KEYS[quarter : 2 * quarter], tenant=BOB)) == {Retained.YES}
     assert node.retain(KEYS[-1 + FIT], tenant=13) == [Retained.NODE_BUDGET]
-    assert node.core.retained.bytes == SIZE // 2
-    assert node.core.counts["retentions_refused"] == 2
+    assert node.core.blocks.retained.bytes == SIZE // 2
+    assert node.core.blocks.counts["retentions_refused"] == 2
     node.retain(KEYS[0], ttl_s=0)
     assert node.retain(KEYS[-1 + FIT], tenant=13) == [Retained.YES]
 
@@ -189,7 +192,7 @@ def test_the_node_and_each_tenant_have_a_budget_to_the_byte():
 def test_who_drops_it_means_it_and_the_broken_promise_is_counted(node, how):
     node.put(KEYS[0])
     node.retain(KEYS[0])
-    slot = node.core.by_key[KEYS[0]]
+    slot = node.core.blocks.by_key[KEYS[0]]
     slot_id = slot.slot_id
     events = {
         "drop": Drop(OTHER, 1, KEYS[:1]),
@@ -198,8 +201,8 @@ def test_who_drops_it_means_it_and_the_broken_promise_is_counted(node, how):
     }
     node.ask(events[how])
     assert not node.has(KEYS[0])
-    assert node.core.counts["retentions_broken"] == 1
-    assert (len(node.core.retained), node.core.retained.bytes) == (0, 0)
+    assert node.core.blocks.counts["retentions_broken"] == 1
+    assert (len(node.core.blocks.retained), node.core.blocks.retained.bytes) == (0, 0)
     kept = [write for write in node.writes if isinstance(write, Keep)]
     assert kept[-1] == Keep(slot_id, 0, 0), "the next block there is not retained by it"
 
@@ -232,7 +235,7 @@ class TestRoomBetween:
     def node(self):
         node = Node()
         node.put(*KEYS[:FIT])
-        by_place = sorted(node.core.by_key.values(), key=lambda slot: slot.start)
+        by_place = sorted(node.core.blocks.by_key.values(), key=lambda slot: slot.start)
         self.kept = [slot.key for slot in by_place[::2]]
         assert set(node.retain(*self.kept)) == {Retained.YES}
         node.writes.clear()
@@ -243,13 +246,13 @@ class TestRoomBetween:
         new = KEYS[FIT]
         assert node.put(new, size=4 * BLOCK)
         assert node.has(new, *self.kept)
-        assert node.core.counts["evicted"] == 4, "two in the way, two for what moved"
+        assert node.core.blocks.counts["evicted"] == 4, "two in the way, two for what moved"
         assert sum(isinstance(write, Copy) for write in node.writes) == 2
 
     def test_so_do_ten_times_as_many_as_fit_and_all_that_is_retained_stays(self, node):
         node.flood(10, size=4 * BLOCK)
         assert node.has(*self.kept)
-        assert node.core.retained.bytes == len(self.kept) * BLOCK
+        assert node.core.blocks.retained.bytes == len(self.kept) * BLOCK
 
     @pytest.mark.parametrize("size", [BLOCK, 2048 * BLOCK])
     @pytest.mark.parametrize("times", [2, 4, 6])
@@ -259,7 +262,7 @@ class TestRoomBetween:
         for of, first, second in ((8, 0, 4), (8, 3, 4), (16, 15, 5)):
             node = Node(size_bytes=FIT * size)
             node.put(*KEYS[:FIT], size=size)
-            places = sorted(node.core.by_key.values(), key=lambda slot: slot.start)
+            places = sorted(node.core.blocks.by_key.values(), key=lambda slot: slot.start)
             kept = [slot.key for slot in places[first::of]]
             pinned = [slot.key for slot in places[second::of]]
             for one, other in zip(kept, pinned, strict=True):
@@ -279,32 +282,32 @@ class TestRoomBetween:
     def test_what_moves_says_so_beside_its_new_header_before_it_is_sealed(self, node):
         node.put(KEYS[FIT], size=4 * BLOCK)
         for key in self.kept:
-            slot = node.core.by_key[key]
+            slot = node.core.blocks.by_key[key]
             assert (slot.kept_until, slot.tenant) == (1060, ALICE)
         told = {w.slot_id: w.until_s for w in node.writes if isinstance(w, Keep)}
         assert sorted(told.values()) == [0, 0, 1060, 1060]
 
     def test_no_more_is_moved_than_one_request_may(self, node, monkeypatch):
-        monkeypatch.setattr("kvstore.core.reservations.MOVED_BYTES_MAX", GRANULE_BYTES)
-        before = dict(node.core.by_key)
+        monkeypatch.setattr("kvstore.core.blocks.MOVED_BYTES_MAX", GRANULE_BYTES)
+        before = dict(node.core.blocks.by_key)
         assert not node.put(KEYS[FIT], size=4 * BLOCK)
-        assert node.core.by_key == before, "nothing was evicted in vain"
+        assert node.core.blocks.by_key == before, "nothing was evicted in vain"
 
     def test_all_values_of_a_request_together_move_no_more_than_one_request_may(
         self, node, monkeypatch
     ):
-        two = 2 * move_cost(node.core.by_key[self.kept[0]]) * GRANULE_BYTES
-        monkeypatch.setattr("kvstore.core.reservations.MOVED_BYTES_MAX", two)
+        two = 2 * move_cost(node.core.blocks.by_key[self.kept[0]]) * GRANULE_BYTES
+        monkeypatch.setattr("kvstore.core.blocks.MOVED_BYTES_MAX", two)
         assert not node.put(KEYS[FIT], KEYS[FIT + 1], size=4 * BLOCK)
-        assert node.core.counts["moved"] == 2
-        assert node.core.counts["retentions_broken"] == 0
+        assert node.core.blocks.counts["moved"] == 2
+        assert node.core.blocks.counts["retentions_broken"] == 0
 
     def test_a_request_of_many_values_looks_at_what_is_shut_in_once(self, monkeypatch):
         """With 131,072 blocks, 32 values of 1 MiB took 16 s of the node's loop."""
         looked = looks_around(monkeypatch)
         node, blocks = Node(size_bytes=16 * SIZE), 16 * FIT
         node.put(*KEYS[:blocks])
-        by_place = sorted(node.core.by_key.values(), key=lambda slot: slot.start)
+        by_place = sorted(node.core.blocks.by_key.values(), key=lambda slot: slot.start)
         kept = [slot.key for slot in by_place[::2]]
         node.retain(*kept)
         asked = KEYS[blocks : blocks + 32]
@@ -321,7 +324,7 @@ class TestRoomBetween:
             return victims(self, length, *args)
 
         monkeypatch.setattr(Allocator, "victims", counted)
-        for key in list(node.core.by_key):
+        for key in list(node.core.blocks.by_key):
             node.ask(Pin(OTHER, 1, [key]))
         assert not node.put(*KEYS[FIT : FIT + 9], size=4 * BLOCK)
         assert looks == [4 * BLOCK] * 2, "a short look and a long one"
@@ -331,17 +334,17 @@ class TestRoomBetween:
     def test_where_too_few_others_may_go_nothing_does(self, node):
         """All but two of the others are pinned, and those two are in the way themselves."""
         others = sorted(
-            (slot for slot in node.core.by_key.values() if not slot.kept_until),
+            (slot for slot in node.core.blocks.by_key.values() if not slot.kept_until),
             key=lambda slot: slot.start,
         )
         for slot in others[2:]:
             node.ask(Pin(OTHER, 1, [slot.key]))
-        before = dict(node.core.by_key)
+        before = dict(node.core.blocks.by_key)
         assert not node.put(KEYS[FIT], size=4 * BLOCK)
         for slot in others[:2]:
             node.ask(Pin(OTHER, 1, [slot.key]))
         assert not node.put(KEYS[FIT], size=4 * BLOCK)
-        assert node.core.by_key == before
+        assert node.core.blocks.by_key == before
 
 
 def test_it_ends_with_the_first_event_of_its_second(node):
@@ -349,7 +352,7 @@ def test_it_ends_with_the_first_event_of_its_second(node):
     node.retain(KEYS[0], ttl_s=5)
     node.now += 5
     node.ask(Pin(OTHER, 1, KEYS[1:2]))
-    assert len(node.core.retained) == 0
+    assert len(node.core.blocks.retained) == 0
 
 
 def test_to_ask_for_as_long_again_writes_nothing(node):
@@ -434,10 +437,10 @@ def test_a_client_that_asks_without_end_makes_the_books_no_longer(node):
     node.put(*KEYS[:4])
     for ttl_s in range(1, 2000):
         node.retain(*KEYS[:4], ttl_s=ttl_s)
-    assert len(node.core.retained._ends) <= 2 * 4 + ENDS_SPARE
+    assert len(node.core.blocks.retained._ends) <= 2 * 4 + ENDS_SPARE
     node.now += 1998.5
     node.put(KEYS[9])
-    assert len(node.core.retained) == 4, "the last wish counts"
+    assert len(node.core.blocks.retained) == 4, "the last wish counts"
     node.now += 1
     node.put(KEYS[10])
-    assert len(node.core.retained) == 0
+    assert len(node.core.blocks.retained) == 0

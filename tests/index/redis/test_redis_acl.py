@@ -163,7 +163,7 @@ def run_everything(where: str, servers: list[RedisServer], monitor: Monitor, run
         assert node.index.renew(node.announcement.node_id, 5)
         node.index.remove([KeyRecord(bytes(32), b"absent")])
         monitor.note_users()
-    assert node.core.outbox.forgotten == 0
+    assert node.core.blocks.outbox.forgotten == 0
 
 
 def test_a_client_and_a_node_send_what_their_profiles_list(

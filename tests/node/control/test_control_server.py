@@ -247,7 +247,9 @@ def test_who_says_hello_anew_in_the_middle_of_its_own_keeps_what_it_claims_then(
     """The older HELLO frees nothing any more: it did not know of what the later one claims."""
     with closing(channel(node)) as client, closing(channel(node)) as newer:
         reserve(client, BATCH_KEYS_MAX)
-        kept = [(s.slot_id, s.generation) for s in node._node.core.by_key.values()][-TURN_ITEMS:]
+        kept = [(s.slot_id, s.generation) for s in node._node.core.blocks.by_key.values()][
+            -TURN_ITEMS:
+        ]
         newer._disconnect()
         newer._client_id, newer._last_request = client._client_id, 1000
         newer._held = lambda: (kept, ())

@@ -38,7 +38,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @asynccontextmanager
 async def publishing(place: str, keys: list[bytes]) -> AsyncIterator[BlockEvents]:
-    core: Any = SimpleNamespace(listed=SimpleNamespace(keys=lambda: keys), changes=None)
+    core: Any = SimpleNamespace(
+        blocks=SimpleNamespace(listed=SimpleNamespace(keys=lambda: keys), changes=None)
+    )
     events = BlockEvents(place, Source("host", "node", 1), core, asyncio.get_running_loop())
     events.start()
     try:

@@ -90,10 +90,10 @@ def test_records_of_a_shard_that_is_away_stay_pending_until_it_took_them(loop, p
     publisher.schedule()
     turn(loop, lambda: any(present(index)))
     assert present(index) == [False, True] * 3
-    assert core.outbox.publications_pending == 3
+    assert core.blocks.outbox.publications_pending == 3
     index.away = frozenset()
     turn(loop, lambda: all(present(index)))
-    assert core.outbox.publications_pending == 0
+    assert core.blocks.outbox.publications_pending == 0
     assert not publisher.away
 
 
@@ -106,7 +106,7 @@ def test_answers_do_not_wait_for_a_shard_that_is_away(loop, parts):
     assert heard.answers == []
     publisher.schedule()
     turn(loop, lambda: heard.answers)
-    assert core.outbox.publications_pending == 1
+    assert core.blocks.outbox.publications_pending == 1
 
 
 class Steps:
@@ -160,10 +160,10 @@ def test_what_a_dead_index_did_not_take_goes_out_when_it_is_back(loop, parts):
     put(core, KEYS[3:4])
     publisher.schedule()
     turn(loop, lambda: publisher.away)
-    assert core.outbox.publications_pending == core.outbox.removals_pending == 1
+    assert core.blocks.outbox.publications_pending == core.blocks.outbox.removals_pending == 1
     index.gone = False
     turn(loop, lambda: present(index) == [False, True, True, True, False, False])
-    turn(loop, lambda: not core.outbox.removals_pending)
+    turn(loop, lambda: not core.blocks.outbox.removals_pending)
 
 
 def test_however_often_something_is_dropped_while_the_index_is_away_one_timer_tries_again():
