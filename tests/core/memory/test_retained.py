@@ -273,6 +273,13 @@ class TestRoomBetween:
             assert node.has(*kept, *pinned)
             node.check()
 
+    def test_a_value_moves_up_to_its_own_size_though_that_is_more_than_one_request_may(self):
+        node, size = Node(size_bytes=2048 * SIZE), 2048 * BLOCK
+        node.put(*KEYS[:FIT], size=size)
+        places = sorted(node.core.blocks.by_key.values(), key=lambda slot: slot.start)
+        node.retain(*(slot.key for slot in places[::2]))
+        assert node.put(KEYS[FIT], size=8 * size)
+
     def test_also_where_every_second_of_those_that_were_retained_is_so_no_more(self, node):
         node.retain(*KEYS[:FIT], ttl_s=5)
         node.now += 6
