@@ -21,16 +21,16 @@ def test_only_a_sealed_block_with_a_checksum_is_looked_at() -> None:
     core = core_with((KEY, 7), (OTHER, 0))
     (check,) = core.handle(Suspect(1, [KEY, OTHER, b"a" * 32]), 0.0).checks
     assert (check.length, check.checksum) == (4, 7)
-    assert set(core.by_key) == {KEY, OTHER}
+    assert set(core.blocks.by_key) == {KEY, OTHER}
 
 
 def test_a_damaged_block_goes_and_its_reason_is_known() -> None:
     core = core_with((KEY, 7))
     (check,) = core.handle(Suspect(1, [KEY]), 0.0).checks
     core.handle(Corrupt(check.slot_id, check.generation), 0.0)
-    assert KEY not in core.by_key
-    assert core.counts["corrupt"] == 1
-    assert core.outbox.removals_pending == 0  # it was never published
+    assert KEY not in core.blocks.by_key
+    assert core.blocks.counts["corrupt"] == 1
+    assert core.blocks.outbox.removals_pending == 0  # it was never published
     ((fates, _, _),) = [reply.body for reply in core.handle(Explain(1, 1, [KEY]), 1.0).replies]
     assert fates == [(GoneWhy.CORRUPT, 1.0)]
 
@@ -40,17 +40,17 @@ def test_a_slot_that_was_used_anew_is_left_alone() -> None:
     (check,) = core.handle(Suspect(1, [KEY]), 0.0).checks
     core.handle(Drop(1, 1, [KEY]), 0.0)
     core.handle(Reserve(1, 1, [OTHER], [4], 0, [0], [0], [b"four"], [8]), 0.0)
-    assert core.by_key[OTHER].slot_id == check.slot_id
+    assert core.blocks.by_key[OTHER].slot_id == check.slot_id
     core.handle(Corrupt(check.slot_id, check.generation), 0.0)
-    assert OTHER in core.by_key
+    assert OTHER in core.blocks.by_key
 
 
 def test_a_pinned_damaged_block_is_a_miss_and_its_slot_stays_until_it_is_let_go() -> None:
     core = core_with((KEY, 7))
     core.handle(Pin(1, 1, [KEY]), 0.0)
-    slot = core.by_key[KEY]
+    slot = core.blocks.by_key[KEY]
     core.handle(Corrupt(slot.slot_id, slot.generation), 0.0)
-    assert KEY not in core.by_key
+    assert KEY not in core.blocks.by_key
     assert slot.pins == 1
     core.handle(Unpin(1, 1, [(slot.slot_id, slot.generation)]), 0.0)
     assert slot.pins == 0
