@@ -202,6 +202,7 @@ class NodeDir:
         with contextlib.suppress(OSError):
             fresh = self.ready_path.with_suffix(".new")
             fresh.write_text(why_not)
+            fresh.chmod(0o644)  # as in `announce`
             fresh.rename(self.ready_path)
 
     def why_not_ready(self) -> str:
@@ -297,6 +298,14 @@ class NodeDir:
         where it is found, also by a link. Raises `OSError` when it is not there."""
         uids = [path.lstat().st_uid for path in (self.path, *self.path.parents[:2])]
         return next((uid for uid in uids if uid != os.geteuid()), uids[0])
+
+    def is_ours(self) -> bool:
+        """Whether it is this user's own word. False, too, when it is not there any more."""
+        try:
+            return self.owner() == os.geteuid()
+        except OSError as e:
+            let_through(e)
+            return False
 
     def alive(self) -> bool:
         """Whether the node's process lives: its lock is held. True, too, where nobody can look: no

@@ -22,7 +22,7 @@ from typing import TypeVar
 from kvstore.batches import in_batches
 from kvstore.client.base import BlockRef, LookupResult, PrefixMatch
 from kvstore.client.local.nodes import Attached, LocalNodes
-from kvstore.client.missing.explanation import MissReason, reason_of
+from kvstore.client.missing.explanation import MissReason
 from kvstore.client.missing.readability import NO_CHECKSUM
 from kvstore.client.reader import Reader
 from kvstore.client.remote.peers import Peers
@@ -386,5 +386,5 @@ class BlockLookup:
 
     def _short(self, error: IndexUnavailableError, *, missed: bool) -> MissReason | None:
         """Return why not all was found: the index was not there to be asked."""
-        self._reader.index_failed(error, missed=missed)
-        return reason_of(error) if missed else None
+        reason = self._reader.index_failed(error, missed=missed)
+        return reason if missed else None

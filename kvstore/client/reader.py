@@ -224,12 +224,15 @@ class Reader:
         self._watch = watch or IndexWatch(index)
         self._gone_seen = 0
 
-    def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> None:
-        """Count a failure of the index, and the call when it `missed` for it."""
+    def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> MissReason:
+        """Count a failure of the index, and the call when it `missed` for it; return why it did."""
         self.index_failures += 1
+        others = None if self.readability is None else self.readability.only_others()
+        reason = reason_of(error) if others is None else others.reason
         if missed:
-            self.missed(reason_of(error))
+            self.missed(reason)
         self._watch.failed(error)
+        return reason
 
     def missed(self, reason: MissReason) -> None:
         name = reason.value

@@ -461,7 +461,7 @@ class BlockSession(Uncopied):
         with contextlib.suppress(NodeUnavailableError):
             for writer in self.writer.writers():
                 link = writer.linked
-                if link is not None and not link.reads_only:
+                if link is not None:
                     found += _mapping(link.shm, writable=True)
         for attached in self.nodes.mapped:
             found += _mapping(attached.shm, writable=False)

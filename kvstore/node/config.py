@@ -51,7 +51,7 @@ class NodeConfig:
     keep: bool = False
     """At an orderly end too, leave the segment for the next start (takeover.py)."""
     group: int | None = None
-    """A group id whose members may read this node's blocks (permissions.py); None: nobody else."""
+    """A group id whose members may ask how this node is (permissions.py); None: nobody else."""
     signing_key: bytes | None = field(default=None, repr=False)
     """Sign index records with it; None: KVSTORE_SIGNING_KEY (secret.py), else unsigned."""
     limits: Limits = field(default_factory=Limits)

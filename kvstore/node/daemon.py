@@ -303,7 +303,7 @@ class Node:
         return next_epoch(self.config.run_dir, self.config.name, self.machine.wall())
 
     def _share_files(self, announcement: Announcement) -> None:
-        share_files(announcement, self.config.group)
+        share_files(announcement)
 
     def _make_sessions(self, leases: Path, clients_max: int) -> Sessions:
         return Sessions(leases, clients_max)

@@ -26,6 +26,7 @@ Files of other users that are called like ours are passed over.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -43,12 +44,19 @@ HEAD, DATA = ".head", ".data"
 SWEEP_EVERY_S = 60.0
 """How often nodes, `kvstore up` and clients look for memory that dead nodes of this user left in
 /dev/shm."""
+_NAME = re.compile("kvstore-([0-9]{1,10})-")
 
 
 def segment_base(shm_dir: Path, node_id: int, epoch: int) -> Path:
     """The path of a new segment's files, less their suffixes: nobody has had it or can guess it."""
     token = os.urandom(8).hex()
     return shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-{token}"
+
+
+def user_of(path: str) -> int | None:
+    """The user whose segment is called so; None where `path` is not called like one."""
+    named = _NAME.match(Path(path).name)
+    return int(named[1]) if named else None
 
 
 class Segment(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 from stores import PATIENT
@@ -12,8 +11,6 @@ from contract.blockstore import SIZE, BlockStoreContract, keys, save
 from kvstore import BlockSession, BlockStore, Limits
 from kvstore.index.open import open_guarded
 from kvstore.node.daemon import Node, NodeConfig
-from kvstore.nodedir import Announcement, NodeDir
-from kvstore.segment.trusted_files import SegmentFiles, files_of
 from kvstore.testing.blockstore import MemoryBlockStore
 
 
@@ -21,10 +18,6 @@ class TestModel(BlockStoreContract):
     @pytest.fixture
     def store(self) -> BlockStore:
         return MemoryBlockStore()
-
-
-def _of_another_user(directory: NodeDir, announcement: Announcement) -> SegmentFiles:
-    return files_of(directory, announcement)._replace(mapped=False)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +58,3 @@ class TestSession(BlockStoreContract):
         for mapping in mappings:
             assert len(bytes(mapping.memory[-8:])) == 8
         assert BlockSession(run_dir=session.run_dir / "none").mappings() == []
-
-
-class TestRootAtAnothersNode(BlockStoreContract):
-    """Of a segment that may not be mapped (segment/unmapped.py)."""
-
-    @pytest.fixture
-    def store(self, session: BlockSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockStore]:
-        for module in ("kvstore.client.local.nodes", "kvstore.client.local.link"):
-            monkeypatch.setattr(f"{module}.files_of", _of_another_user)
-        with closing(
-            BlockSession(session.url, key_prefix="kv:t", run_dir=session.run_dir, limits=PATIENT)
-        ) as one:
-            yield one
-            assert one.mappings() == []

@@ -13,6 +13,7 @@ from kvstore.rundir import run_dir
 from kvstore.transport.registry import VARIABLE
 
 REMEDIES = {
+    MissReason.OTHER_USER: "the node is well: run both as one user, or do what is said",
     MissReason.UNREADABLE_SECRET: "give this process and the node the same KVSTORE_SECRET",
     MissReason.UNREADABLE_TLS: "make KVSTORE_TLS_CA, and the names in the certificate, fit",
     MissReason.UNREADABLE_TRANSPORTS: f"allow one that the node offers ({VARIABLE})",
@@ -34,7 +35,8 @@ def look(context: Context) -> list[Finding]:
 def _finding(one: Reach) -> Finding:
     why = one.fault
     if why is not None:
-        level = Level.WARN if why.reason is MissReason.OUT_OF_REACH else Level.FAIL
+        away = why.reason in (MissReason.OUT_OF_REACH, MissReason.OTHER_USER)
+        level = Level.WARN if away else Level.FAIL
         return Finding(level, f"node {one.name}: {why}", REMEDIES[why.reason])
     if one.unreadable is not None:
         return Finding(Level.INFO, f"node {one.name} serves its own host alone")

@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="stop when the last client is gone, or when none comes",
     )
     parser.add_argument(
-        "--group", metavar="NAME", help="let members of this group read its blocks (default: none)"
+        "--group", metavar="NAME", help="let members of this group ask how it is (default: none)"
     )
     add_stream(parser)
     parser.add_argument(

@@ -19,7 +19,7 @@ import msgpack
 
 from kvstore.circuit_breaker import Breaker, BreakerState
 from kvstore.client.local import deadlines
-from kvstore.client.local.lease import Lease, fresh_id, lease_at
+from kvstore.client.local.lease import Lease, fresh_id
 from kvstore.errors import (
     DeadlineError,
     InternalError,
@@ -396,7 +396,9 @@ class ControlChannel:
         if self._socket is not None:
             return
         if not self._client_id:
-            self._lease = lease_at(self.directory.leases, self._machine)
+            # Of another user's node nothing can be held.
+            if self.directory.is_ours():
+                self._lease = Lease(self.directory.leases, self._machine)
             self._client_id = self._lease.client_id if self._lease else fresh_id(self._machine)
         connection = self._machine.unix_socket()
         try:

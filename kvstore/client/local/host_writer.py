@@ -67,7 +67,6 @@ class HostWriter(HostWriters):
         if not targets:
             raise NodeUnavailableError(nobody_here(self._name))
         if len(targets) > 1:
-            targets = [one for one in targets if not one[1].reads_only] or targets
             targets = [one for one in targets if not one[1].control.silent] or targets
         if len(targets) == 1:
             writer, link = targets[0]

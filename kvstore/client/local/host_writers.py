@@ -129,9 +129,10 @@ class HostWriters:
                 failure = e
             else:
                 joined.append(writer)
-        others = "" if joined else "".join(f"; {other}" for other in self._nodes.strangers())
-        if others:
-            failure = NodeUnavailableError(f"{failure}{others}")
+        if not joined:
+            others = [f"node {word.name}: {why}" for word, why in self._nodes.others()]
+            others += map(str, self._nodes.strangers())
+            failure = NodeUnavailableError("; ".join([str(failure), *others]))
         joined += [w for w in self._found if w not in joined and self._lives(w)]
         self._found = tuple(joined)
         self._forget_gone()

@@ -27,23 +27,11 @@ def fresh_id(machine: Machine) -> str:
     return f"{machine.random_bits(128):032x}"
 
 
-def lease_at(leases: Path, machine: Machine = REAL) -> Lease | None:
-    """Return a lease, None for a user who may only read there: who cannot write needs none.
-
-    Raises `NodeUnavailableError`.
-    """
-    try:
-        return Lease(leases, machine)
-    except NodeUnavailableError as e:
-        if isinstance(e.__cause__, PermissionError):
-            return None
-        raise
-
-
 class Lease:
     """A lease, held from construction to `release`, or to the end of this process."""
 
     def __init__(self, leases: Path, machine: Machine = REAL) -> None:
+        """Raises `NodeUnavailableError`."""
         self.client_id = fresh_id(machine)
         self._path = leases / self.client_id
         try:

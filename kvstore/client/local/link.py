@@ -7,16 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
+from pathlib import Path
 
-from kvstore.client.base import Reservation
 from kvstore.client.local.control import ControlChannel, Held
 from kvstore.client.pins import Pin
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import KEY_PART, fields
-from kvstore.segment.trusted_files import files_of
-from kvstore.segment.unmapped import UnmappedShm, attach
 from kvstore.types import Key
 
 
@@ -126,12 +124,7 @@ def _in_one_step(*steps: Callable[[], object]) -> None:
 
 
 class NodeLink:
-    """The connection to one start of one node, with its segment mapped for writing, as far as this
-    user may write there.
-
-    Root may write to another user's node, whose segment is not mapped: its reservations are memory
-    of their own, which a commit copies to the slots.
-    """
+    """The connection to one start of one node, with its segment mapped for writing."""
 
     def __init__(
         self,
@@ -144,51 +137,40 @@ class NodeLink:
         self.announcement = announcement
         self.control = control
         self.held = held
-        files = files_of(control.directory, announcement)
-        self.reads_only = not (files.may_write and machine.may_write(files.data))
-        """This user is of the node's group (node/control/permissions.py)."""
-        self.shm: AttachedShm | UnmappedShm | None = attach(
-            files, machine, writable=not self.reads_only
-        )
-        self.payload = memoryview(b"")
-        if isinstance(self.shm, AttachedShm):
-            self.shm.populate_ahead()
-            self.payload = self.shm.payload
-        self._aside: dict[int, tuple[int, int, int]] = {}
-        """By slot of a segment that is not mapped: generation, offset, and the process that has
-        reserved it. A child that it forks may not write there (rule 5)."""
+        data, head = Path(announcement.data_path), Path(announcement.head_path)
+        shm = AttachedShm(data, head, writable=True, owner=os.geteuid(), machine=machine)
+        shm.populate_ahead()
+        self.shm: AttachedShm | None = shm
+        self.payload = shm.payload
         self.inline_bytes = announcement.inline_bytes
         self.introduced: set[int] = set()
         """Namespaces of which this start of the node was told."""
         self.retired = False
         """No answer that comes can make anything held any more."""
 
-    def buffer(self, slot: int, generation: int, offset: int, size_bytes: int) -> memoryview | None:
+    def buffer(self, offset: int, size_bytes: int) -> memoryview | None:
         """Return where to write to what the node has reserved; None for what is not in its segment,
         or is not there any more."""
         shm = self.shm
         if shm is None or offset + size_bytes > shm.superblock.size_bytes:
             return None
-        if isinstance(shm, AttachedShm):
-            if not shm.is_populated and not shm.populate(offset, size_bytes):
-                return None
-            return self.payload[offset : offset + size_bytes]
-        self._aside[slot] = (generation, offset, os.getpid())
-        return memoryview(bytearray(size_bytes))
+        if not shm.is_populated and not shm.populate(offset, size_bytes):
+            return None
+        return self.payload[offset : offset + size_bytes]
 
     def buffers(
         self, grants: Sequence[Sequence[int]], sizes: Sequence[int]
     ) -> list[memoryview] | None:
         """`buffer` for each (slot, generation, offset) of its size; None when one has none."""
         shm, payload = self.shm, self.payload
-        if isinstance(shm, AttachedShm) and shm.is_populated:
+        if shm is not None and shm.is_populated:
             ends = [grant[2] + size for grant, size in zip(grants, sizes, strict=True)]
             if max(ends, default=0) > len(payload):
                 return None
             return [payload[grant[2] : end] for grant, end in zip(grants, ends, strict=True)]
         found: list[memoryview] = []
-        for (slot, generation, offset), size_bytes in zip(grants, sizes, strict=True):
-            buffer = self.buffer(slot, generation, offset, size_bytes)
+        for (_, _, offset), size_bytes in zip(grants, sizes, strict=True):
+            buffer = self.buffer(offset, size_bytes)
             if buffer is None:
                 return None
             found.append(buffer)
@@ -199,20 +181,6 @@ class NodeLink:
         image = b"" if self.shm is None else self.shm.hinted(key)[1]
         header = fields(image) if image[KEY_PART] == key else None
         return header is not None and header[6] != 0
-
-    def filled(self, reservations: Sequence[Reservation]) -> bool:
-        """Return whether what was written to these buffers is in their slots now, which are still
-        held."""
-        shm = self.shm
-        if not isinstance(shm, UnmappedShm):
-            return True
-        node, pid = (self.announcement.node_id, self.announcement.epoch), os.getpid()
-        for r in reservations:
-            if (r.node_id, r.epoch) == node and (r.slot, r.generation) in self.held.reserved:
-                generation, offset, reserver = self._aside.get(r.slot, (0, 0, 0))
-                if (r.generation, pid) != (generation, reserver) or not shm.write(offset, r.buffer):
-                    return False
-        return True
 
     def retire(self) -> None:
         """The node is gone: no slot is granted any more, and its memory is not kept. The buffers
@@ -229,4 +197,3 @@ class NodeLink:
 
     def _unmap(self) -> None:
         self.shm, self.payload = None, memoryview(b"")
-        self._aside.clear()

@@ -1,23 +1,24 @@
 """Maps the segments of this host's nodes: each is found once and let go when its node dies.
 
-Those of other users' nodes count as mapped here too, and are read by calls (segment/unmapped.py).
+Nothing of another user's node is opened: its owner could end this process by making a file shorter
+(docs/decisions/0098-another-user-is-another-host.md). Its stream is the only way to its blocks.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.client.base import BlockRef
-from kvstore.client.missing.explanation import MissReason, Unreadable
+from kvstore.client.missing.explanation import MissReason, Unreadable, of_other_user
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement, NodeDir, Stranger, announced, strangers
 from kvstore.record import node_start
 from kvstore.segment.attached import AttachedShm
-from kvstore.segment.trusted_files import files_of
-from kvstore.segment.unmapped import UnmappedShm, attach
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import let_through
 from kvstore.transport.registry import CUDA_IPC
@@ -27,6 +28,11 @@ ALIVE_CHECK_S = 0.5
 ABSENT_S = 0.5
 """How long "no such node here" is believed."""
 ABSENT_MAX = 1024
+REMEDY = (
+    "it needs --listen, both the same KVSTORE_SECRET and one Redis (KVSTORE_URL), and this client "
+    "the transport stream (KVSTORE_TRANSPORTS)"
+)
+"""What a node of another user lacks, where more is not known of it."""
 
 
 class Attached:
@@ -37,7 +43,7 @@ class Attached:
     def __init__(
         self,
         announcement: Announcement,
-        shm: AttachedShm | UnmappedShm,
+        shm: AttachedShm,
         directory: NodeDir,
         *,
         ours: bool,
@@ -194,8 +200,13 @@ class LocalNodes:
     def _map(
         self, announcement: Announcement, directory: NodeDir, *, ours: bool
     ) -> Attached | None:
+        data, head = Path(announcement.data_path), Path(announcement.head_path)
         try:
-            shm = attach(files_of(directory, announcement), self.machine)
+            owner = directory.owner()
+            if owner != os.geteuid():
+                self._leave_out(announcement, of_other_user(owner, REMEDY))
+                return None
+            shm = AttachedShm(data, head, owner=owner, machine=self.machine)
         except (OSError, ValueError) as e:
             let_through(e)
             self._unmapped(announcement, str(e))
@@ -205,18 +216,19 @@ class LocalNodes:
             shm.close()
             self._unmapped(announcement, "its files are another node's, or another start's")
             return None
-        if isinstance(shm, AttachedShm):
-            shm.populate_ahead()
+        shm.populate_ahead()
         return Attached(announcement, shm, directory, ours=ours)
 
     def _unmapped(self, word: Announcement, why: str) -> None:
         if CUDA_IPC in word.transports:
             return  # there is none to map
+        detail = f"its memory cannot be opened by this process: {why}"
+        self._leave_out(word, Unreadable(MissReason.UNREADABLE_UNMAPPED, detail))
+
+    def _leave_out(self, word: Announcement, why: Unreadable) -> None:
         if len(self.unmapped_because) >= ABSENT_MAX:
             self.unmapped_because.clear()
-        self.unmapped_because[word.node_id, word.epoch] = Unreadable(
-            MissReason.UNREADABLE_UNMAPPED, f"its memory cannot be opened by this process: {why}"
-        )
+        self.unmapped_because[word.node_id, word.epoch] = why
 
     def check(self, now: float) -> None:
         """Drop the segments of nodes that died; costs nothing between checks, and waits for no
@@ -258,7 +270,7 @@ class LocalNodes:
         return None
 
     def writables(self) -> list[tuple[Announcement, NodeDir]]:
-        """Return the nodes on this host to write to, by name: alive, and of the same index.
+        """Return this user's nodes on this host to write to, by name: alive, and of the same index.
 
         Raises `IndexUnavailableError` when there may be one that names its index otherwise,
         and the index cannot say whether any is one of its own.
@@ -268,6 +280,8 @@ class LocalNodes:
         for announcement, directory in self._announced() if self._use else ():
             if CUDA_IPC in announcement.transports:
                 continue  # its own process alone writes to it
+            if not directory.is_ours():
+                continue
             if not directory.alive():
                 self.machine.sweep(self._run_dir)
                 continue
@@ -285,8 +299,18 @@ class LocalNodes:
         return announced(self.machine.node_dirs(self._run_dir), self._key_prefix)
 
     def living(self) -> list[Announcement]:
-        """Return the nodes of this host that serve our keys and live, in VRAM too."""
-        return [word for word, directory in self._announced() if directory.alive()]
+        """Return the nodes of this user and host that serve our keys and live, in VRAM too."""
+        return [word for word, there in self._announced() if there.alive() and there.is_ours()]
+
+    def others(self) -> list[tuple[Announcement, Unreadable]]:
+        """Return the living nodes of this host that serve our keys and are other users', and what
+        keeps this client from their memory."""
+        found: list[tuple[Announcement, Unreadable]] = []
+        for word, directory in self._announced():
+            if directory.alive() and not directory.is_ours():
+                with suppress(OSError):
+                    found.append((word, of_other_user(directory.owner(), REMEDY)))
+        return found
 
     def strangers(self) -> list[Stranger]:
         """Living nodes of this host that are of another version: to be named, not used."""

@@ -91,7 +91,7 @@ class VramSaver:
                 continue
             address = DeviceAddress.parse(word.transports.get(NAME, ""))
             right = address is not None and address.saves and address.uuid == self._device.uuid
-            if address is None or not right or not directory.alive():
+            if address is None or not right or not directory.alive() or not directory.is_ours():
                 continue
             with suppress(DeviceError, OSError):
                 return _Start(

@@ -250,10 +250,6 @@ class Writer:
         if len(wants.keys) > BATCH_KEYS_MAX:
             return answered(partial(self.reserve, wants, namespace_id))
         link = self.link()
-        if link.reads_only:
-            raise NodeUnavailableError(
-                f"node {link.announcement.name}: this user may only read its blocks"
-            )
         arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
         granted = Granted()
         accept = partial(self._granted, granted, wants, link)
@@ -367,11 +363,7 @@ class Writer:
         sums: Iterable[int] = repeat(0)
         if self._checksums:
             sums = [xxhash.xxh3_64_intdigest(r.buffer) for r in reservations]
-        filled = all(link.filled(reservations) for link in self.links())
         # Whatever becomes of the request: these buffers are not written any more.
-        if not filled:
-            self.abort(reservations)
-            raise NodeUnavailableError("the node's memory cannot be written to")
         forgotten = self._forget(reservations)
         link = self.link()
         handles = forgotten.get(link, [])

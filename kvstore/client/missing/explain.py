@@ -126,6 +126,10 @@ class Explainer:
         try:
             (record,) = self._index.lookup([key])
         except IndexUnavailableError as e:
+            others = self._readability and self._readability.only_others()
+            if others:
+                detail = f"the node of this host cannot be read: {others.detail}; {e}"
+                return Missing(block=block, reason=others.reason, detail=detail)
             return Missing(block=block, reason=reason_of(e), detail=str(e))
         if record is not None:
             unreadable = self._unreadable(question, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ class MissReason(enum.StrEnum):
     NODE_DEAD = "node-dead"
     OUT_OF_REACH = "out-of-reach"
     """Its node lives, but cannot be read from here."""
+    OTHER_USER = "other-user"
+    """Its node is another user's of this host, and lacks what it needs to be read by its stream."""
     UNREADABLE_SECRET = "unreadable-secret"
     """Its node knows another secret than this client, or one of them none."""
     UNREADABLE_TLS = "unreadable-tls"
@@ -75,7 +78,8 @@ class MissReason(enum.StrEnum):
     @property
     def unreadable(self) -> bool:
         """Whether it is there, and this client cannot read it."""
-        return self is MissReason.OUT_OF_REACH or self.startswith("unreadable-")
+        reasons = (MissReason.OUT_OF_REACH, MissReason.OTHER_USER)
+        return self in reasons or self.startswith("unreadable-")
 
 
 class Unreadable(NamedTuple):
@@ -87,6 +91,14 @@ class Unreadable(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+
+def of_other_user(uid: int, remedy: str) -> Unreadable:
+    """Return why a node of this host that belongs to user `uid` cannot be read, and what to do."""
+    detail = f"it belongs to user {uid}, this process to user {os.geteuid()}"
+    return Unreadable(
+        MissReason.OTHER_USER, f"{detail}, so its blocks come by its stream alone: {remedy}"
+    )
 
 
 class FieldDifference(NamedTuple):

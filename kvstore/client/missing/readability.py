@@ -38,7 +38,7 @@ class Reach(NamedTuple):
 
     announcement: Announcement
     here: bool
-    """It lives in this client's run directory."""
+    """It is this user's, and lives in this client's run directory."""
     unreadable: Unreadable | None
 
     @property
@@ -81,7 +81,27 @@ class Readability:
     def why_not(self, node_id: int, epoch: int) -> Unreadable:
         """Return why that start of that node, which cannot be read, cannot. Asks nobody."""
         unmapped = self._nodes.unmapped_because.get((node_id, epoch))
-        return unmapped or self._remote.why_not(node_id, epoch)
+        if unmapped is not None and (
+            unmapped.reason is not MissReason.OTHER_USER or not self._announces(node_id, epoch)
+        ):
+            return unmapped
+        return self._remote.why_not(node_id, epoch)
+
+    def _announces(self, node_id: int, epoch: int) -> bool:
+        """Return whether the index has named that start of that node."""
+        known = self._remote.directory.get(node_id)
+        return known is not None and known.epoch == epoch
+
+    def only_others(self) -> Unreadable | None:
+        """Return why this host's memory has nothing for this client while the index cannot be
+        asked: its nodes are other users', and no index has named them. None where that is not so.
+        """
+        if self._nodes.mapped:
+            return None
+        for start, why in [*self._nodes.unmapped_because.items()]:
+            if why.reason is MissReason.OTHER_USER and not self._announces(*start):
+                return why
+        return None
 
     def tried(self, words: Collection[Announcement], deadline: float) -> list[Unreadable | None]:
         """Return why each of these nodes cannot be read now; None for what can. Those that are not
@@ -93,7 +113,8 @@ class Readability:
         def try_one(word: Announcement) -> None:
             why = self._remote.try_now(word, deadline)
             unmapped = self._nodes.unmapped_because.get((word.node_id, word.epoch))
-            found[word.node_id] = why and (unmapped or why)
+            others = unmapped is not None and unmapped.reason is MissReason.OTHER_USER
+            found[word.node_id] = why and (why if others else unmapped or why)
 
         for batch in in_batches(away, STREAM_NODES_AT_ONCE):
             threads = [Thread(target=try_one, args=(word,), daemon=True) for word in batch]
@@ -123,11 +144,12 @@ class Readability:
     def reach(self, deadline: float) -> list[Reach]:
         """Return every node that is announced, in the index or on this host, by host and name."""
         here = {word.node_id: word for word in self._nodes.living()}
+        near = {word.node_id: word for word, _ in self._nodes.others()} | here
         try:
-            words = dict(announced_nodes(self._index, self._signer)) | here
+            words = dict(announced_nodes(self._index, self._signer)) | near
         except IndexUnavailableError:
             known = self._remote.directory.all()
-            words = {word.node_id: word for _, word in known} | here
+            words = {word.node_id: word for _, word in known} | near
         ordered = sorted(words.values(), key=lambda word: (word.host, word.name))
         tried = zip(ordered, self.tried(ordered, deadline), strict=True)
         return [Reach(word, word.node_id in here, why) for word, why in tried]

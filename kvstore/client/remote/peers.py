@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.circuit_breaker import BreakerState
-from kvstore.client.missing.explanation import MissReason, Unreadable
+from kvstore.client.missing.explanation import MissReason, Unreadable, of_other_user
 from kvstore.client.remote.node_directory import KnownNode, NodeDirectory
 from kvstore.errors import PeerError
 from kvstore.index.base import Index
@@ -19,6 +20,7 @@ from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.record import RecordSigner
+from kvstore.segment.abandoned import user_of
 from kvstore.segment.layout import Layout
 from kvstore.system.fork import in_each_child
 from kvstore.system.threads import DaemonThreads, interpreter_ends
@@ -76,6 +78,7 @@ class Peers:
         memory of `nixl_device`, where that is wanted."""
         self.vram = vram
         self._allowed = allowed
+        self._has_secret = security.secret is not None
         self._timeout_s = timeout_s
         self.stream = StreamTransport(security)
         self.transports = Transports(allowed, self.stream, Layout, nixl_device)
@@ -150,7 +153,12 @@ class Peers:
 
     def _why_not(self, word: Announcement) -> Unreadable | None:
         refusal = self.stream.refusals.why(word)
+        here = word.host == socket.gethostname()
+        user = user_of(word.data_path) if here else None
+        another = None if user == os.geteuid() else user
         if refusal is not None:
+            if another is not None and refusal[0] == "secret" and not self._has_secret:
+                return of_other_user(another, f"{refusal[1]}; give both the same")
             return Unreadable(MissReason(f"unreadable-{refusal[0]}"), refusal[1])
         if self._offered(word):
             return None
@@ -159,7 +167,10 @@ class Peers:
             detail = f"it serves {by}, this client the other way (KVSTORE_TLS_CA)"
             return Unreadable(MissReason.UNREADABLE_TLS, detail)
         ways = list(word.transports)
-        if word.host == socket.gethostname() and CUDA_IPC not in ways:
+        if another is not None:
+            lets = f"let this client use the transport {STREAM} ({VARIABLE})"
+            return of_other_user(another, lets if STREAM in ways else "start it with --listen")
+        if here and CUDA_IPC not in ways:
             ways.append(SHM)
         if excluded := [way for way in ways if way not in self._allowed]:
             detail = (

@@ -38,7 +38,7 @@ class ValueNames:
         if not self._waiting:
             return
         waiting = self._waiting.copy()
-        links = [link for link in self._writer.links() if not link.reads_only]
+        links = self._writer.links()
         for part in in_batches(
             list(waiting),
             NAMES_WAITING_MAX,

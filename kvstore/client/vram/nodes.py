@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from kvstore.limits import CUDA_IPC_NODES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.segment.cuda import AttachedCuda
 from kvstore.segment.locate import locate
-from kvstore.segment.trusted_files import files_of
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME, DeviceAddress, DeviceBlock, DevicePlace
@@ -62,23 +62,26 @@ class CudaHeads:
 
 
 def attach(run_dir: Path, announcement: Announcement) -> CudaHeads | None:
-    """Return the headers of a node in VRAM; None when it is not on this host (any more)."""
+    """Return the headers of a node of this user in VRAM; None when it is not on this host (any
+    more)."""
     try:
         directory = NodeDir(run_dir, announcement.name)
-        files = files_of(directory, announcement)
-        segment = AttachedCuda(files.head, owner=files.owner, mapped=files.mapped)
+        owner = directory.owner()
+        if owner != os.geteuid():
+            return None
+        segment = AttachedCuda(Path(announcement.head_path), owner=owner)
     except (OSError, ValueError, UsageError):
         return None
     block = segment.superblock
     if (block.node_id, block.epoch) != (announcement.node_id, announcement.epoch):
         segment.close()
         return None
-    return CudaHeads(segment, directory.vram_socket, files.owner)
+    return CudaHeads(segment, directory.vram_socket, owner)
 
 
 class VramNodes:
-    """Finds this host's nodes in VRAM and opens their memory. Thread-safe. Believes what nodes say
-    in this user's run directory, not the index.
+    """Finds this user's nodes in VRAM on this host and opens their memory. Thread-safe. Believes
+    what nodes say in this user's run directory, not the index.
 
     Without a device nothing can be read here: for a process that looks blocks up for others
     which have one, `seen` says of a node's id and epoch whether they can.
@@ -162,7 +165,7 @@ class VramNodes:
 
     def _readable(self, announcement: Announcement, directory: NodeDir) -> bool:
         address = DeviceAddress.parse(announcement.transports.get(NAME, ""))
-        if address is None or not directory.alive():
+        if address is None or not directory.alive() or not directory.is_ours():
             return False
         try:
             return self._device is None or self._device.reaches(address.uuid)

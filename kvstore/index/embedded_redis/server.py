@@ -109,7 +109,12 @@ class EmbeddedRedis:
 
     @classmethod
     def _acquire(cls, run_dir: str | Path | None) -> EmbeddedRedis:
-        directory = default_run_dir(run_dir) / "redis"
+        home = default_run_dir(run_dir)
+        owner = home.stat().st_uid
+        if owner != os.geteuid():
+            must = f"other-user: {home} is user {owner}'s, and so is its Redis: name one for both"
+            raise UsageError(URL_ENV, None, must)
+        directory = home / "redis"
         path = socket_path(directory / supervisor.SOCKET)
         deadline = monotonic() + ACQUIRE_TIMEOUT_S
         start = _lock(directory, supervisor.START_LOCK, fcntl.LOCK_EX, deadline)

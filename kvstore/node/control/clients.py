@@ -73,8 +73,8 @@ class Clients:
         has_group: bool,
     ) -> None:
         """`start` is the node's (id, epoch). `node` carries out what a client asks for; `holds`
-        says whether a session of that number has slots or pins. With `has_group`, other users may
-        read: permissions of the socket decide which."""
+        says whether a session of that number has slots or pins. Root may ask how the node is, and
+        with `has_group` whoever the permissions of the socket let in."""
         self._sessions = sessions
         self._start = start
         self._node = node
@@ -117,10 +117,10 @@ class Clients:
         ours = owns_node(uid)
         if ours and self._takes_saves:
             session, known = self._sessions.enter(hello.client_id, hello.request, connection)
-        elif ours or self._has_group:
+        elif ours or uid == 0 or self._has_group:
             session, known = self._sessions.enter_reader(uid, hello.client_id, connection), False
         else:
-            must = "this node is its own user's alone; --group lets the members of a group read"
+            must = "this node is its own user's alone; --group lets the members of a group ask it"
             raise UsageError("user", uid, must)
         connection.session = session
         if known:
@@ -152,7 +152,8 @@ class Clients:
         event = decode(session.number, message)
         assert isinstance(op, int)
         if session.reads_only and op not in control.READER_OPS:
-            raise UsageError("op", Op(op).name, "this user may only read")
+            must = "this user may only read what the node counts, lists and explains"
+            raise UsageError("op", Op(op).name, must)
         self._node.check(event)
         parts = self._node.parts(event, self.turns.turn_items)
         if len(parts) > 1:

@@ -1,8 +1,8 @@
-"""Decides which users of this host may use a node: its own, and one group that may read.
+"""Decides which users of this host may use a node: its own, and root and one group that may ask.
 
-The group gets what a reader needs: to find the node, to read its segment and to
-say what it used (`READER_OPS` of protocol/control.py). It cannot write a byte of a block,
-reserve, pin or drop: whoever may write payload may put wrong bytes under a right key.
+They get what commands need: to find the node, and to ask what it counts, lists and explains
+(`READER_OPS` of protocol/control.py). Blocks come to them by the node's stream, as to other hosts:
+its files are open to its own user alone.
 """
 
 from __future__ import annotations
@@ -50,14 +50,11 @@ def share_directory(run_dir: Path, directory: NodeDir, gid: int | None) -> None:
         give(path, gid, mode)
 
 
-def share_files(announcement: Announcement, gid: int | None) -> None:
-    """Let the group read the segment; without one, nobody but the user. The files may be
-    those that the node's former start left, with another group."""
+def share_files(announcement: Announcement) -> None:
+    """Share the segment with nobody but the user. The files may be those that a former start of
+    another release left, which a group could read."""
     for path in (Path(announcement.data_path), Path(announcement.head_path)):
-        if gid is None:
-            path.chmod(0o600)
-        else:
-            give(path, gid, 0o640)
+        path.chmod(0o600)
 
 
 def give(path: Path, gid: int, mode: int) -> None:
@@ -67,5 +64,5 @@ def give(path: Path, gid: int, mode: int) -> None:
 
 
 def owns_node(uid: int) -> bool:
-    """Whether that user may do everything: it is the node's own, or root, who can anyway."""
-    return uid in (os.geteuid(), 0)
+    """Whether that user may do everything: it is the node's own."""
+    return uid == os.geteuid()

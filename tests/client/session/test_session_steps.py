@@ -134,9 +134,8 @@ class Pages:
 def test_mappings_are_those_written_through_and_those_read():
     links = [
         None,
-        SimpleNamespace(reads_only=True, shm=Pages(1)),
-        SimpleNamespace(reads_only=False, shm=None),
-        SimpleNamespace(reads_only=False, shm=Pages(2)),
+        SimpleNamespace(shm=None),
+        SimpleNamespace(shm=Pages(2)),
     ]
     session = session_of([])
     writers = [SimpleNamespace(linked=link) for link in links]

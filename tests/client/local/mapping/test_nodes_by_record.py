@@ -118,8 +118,8 @@ def test_what_a_handler_of_signals_raises_while_a_segment_is_mapped_is_not_lost(
         raise TimeoutError
 
     node(1)
-    signalled = "kvstore.client.local.nodes.files_of"
-    monkeypatch.setattr(signalled, lambda *_: signal.raise_signal(signal.SIGUSR1))
+    signalled = "kvstore.client.local.nodes.AttachedShm"
+    monkeypatch.setattr(signalled, lambda *_, **__: signal.raise_signal(signal.SIGUSR1))
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         with pytest.raises(TimeoutError):
