@@ -8,7 +8,7 @@ costs little more than a single key.
 States of a connection, at the node (node/control/control_server.py, node/control/clients.py):
 
     new        takes HELLO and nothing else; anything else, or a HELLO that is refused, ends it
-    known      takes every other request; of a user who may only read, `READER_OPS`.
+    known      takes every other request; of root and of the group, `READER_OPS`.
                A request that is refused changes nothing, and the connection goes on
     replaced   its client has said HELLO on a newer connection: the next request ends it
     ended      by BYE, which ends the session too; by anything else the session goes on, until
@@ -69,8 +69,8 @@ class Op(enum.IntEnum):
     RETAIN = 17
 
 
-READER_OPS = frozenset({Op.TOUCH, Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN, Op.SUSPECT})
-"""For users who may only read: nothing that takes, keeps or frees a slot."""
+READER_OPS = frozenset({Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN})
+"""For root and the group: what commands ask, and nothing that changes a block."""
 
 
 def packed(message: Sequence[object]) -> bytes:

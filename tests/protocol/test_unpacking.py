@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 import msgpack
 import pytest
 
-from kvstore.limits import BATCH_KEYS_MAX, LIST_ROWS_MAX, RESET_NAMESPACES_MAX
+from kvstore.client.local.control import RECV_BYTES
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    LIST_ROWS_MAX,
+    NAME_BYTES_MAX,
+    NAMESPACE_BYTES_MAX,
+    RESET_NAMESPACES_MAX,
+    Limits,
+)
 from kvstore.protocol import stream as sw
 from kvstore.protocol.control import PROTOCOL_VERSION, Op, packed
 from kvstore.protocol.unpacking import (
     ANSWER_LISTS_MAX,
-    REQUEST_ITEMS_MAX,
+    OTHERS_ANSWER_BYTES_MAX,
+    READER_MESSAGE_BYTES_MAX,
     REQUEST_LISTS_MAX,
-    CountingUnpacker,
-    answers_unpacker,
-    readers_unpacker,
+    ShortMessages,
 )
 from kvstore.types import KEY_BYTES
 
+KEY = bytes(KEY_BYTES)
 KEYS = bytes(BATCH_KEYS_MAX * KEY_BYTES)
-UNPACKERS = [(readers_unpacker, REQUEST_LISTS_MAX), (answers_unpacker, ANSWER_LISTS_MAX)]
-ITEMS = [(readers_unpacker, REQUEST_ITEMS_MAX), (answers_unpacker, ANSWER_LISTS_MAX)]
 
 
 def lists(count: int, one: bytes = b"\x90") -> bytes:
@@ -39,79 +44,72 @@ def deep(count: int) -> bytes:
     return message
 
 
-@pytest.mark.parametrize(("make", "most"), UNPACKERS)
-@pytest.mark.parametrize("message", [lists, deep, lambda n: lists(n, b"\x80")])
-def test_lists_and_maps_beyond_the_most_are_not_made(
-    make: Callable[[], CountingUnpacker],
-    most: int,
-    message: Callable[[int], bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    unpacker = make()
-    unpacker.feed(message(4 * most))
-    with pytest.raises((ValueError, msgpack.UnpackException)):
-        list(unpacker)
-    assert unpacker._counted.left >= -1
-
-
-@pytest.mark.parametrize(("make", "most"), ITEMS)
-def test_items_beyond_the_most_are_refused_at_the_head_of_their_list(
-    make: Callable[[], CountingUnpacker], most: int
-) -> None:
-    unpacker = make()
-    unpacker.feed(b"\xdd" + struct.pack(">I", most + 1))
-    with pytest.raises(ValueError, match="exceeds"):
-        next(unpacker)
-
-
 @pytest.mark.parametrize(
     "message",
     [
         [Op.HELLO, 1, PROTOCOL_VERSION, "0" * 32, [], []],
-        [Op.TOUCH, 0, KEYS],
-        [Op.EXPLAIN, 2, KEYS],
-        [Op.SUSPECT, 0, KEYS],
-        [Op.LIST, 3, bytes(KEY_BYTES), LIST_ROWS_MAX],
+        [Op.EXPLAIN, 2, KEY],
+        [Op.LIST, 3, KEY, LIST_ROWS_MAX],
         [Op.STAT, 4],
+        [Op.BYE, 0],
     ],
 )
-def test_what_a_reader_says_is_read_however_much_comes_at_once(message: list[object]) -> None:
-    unpacker = readers_unpacker()
-    many = packed(message) * 100
-    read = []
-    for start in range(0, len(many), 1 << 18):
-        unpacker.feed(many[start : start + (1 << 18)])
-        read += list(unpacker)
-    assert read == [message] * 100
+def test_what_another_user_asks_is_read_also_when_several_ask_at_once(
+    message: list[object],
+) -> None:
+    messages = ShortMessages(READER_MESSAGE_BYTES_MAX)
+    for _ in range(3):
+        messages.feed(packed(message) * 30)
+        assert list(messages) == [message] * 30
 
 
-def test_a_reader_that_leaves_off_within_a_message_longer_than_any_is_not_listened_to() -> None:
-    """What came of it is kept for as long as its connection lasts, and there are hundreds."""
-    keys = packed([KEYS])[1:]
-    unpacker = readers_unpacker()
-    whole = packed([Op.TOUCH, 0, KEYS])
-    for cut in (1, 100_000, len(whole) - 1):
-        unpacker.feed(whole + whole[:cut])
-        assert list(unpacker) == [[Op.TOUCH, 0, KEYS]]
-        unpacker.feed(whole[cut:])
-        assert list(unpacker) == [[Op.TOUCH, 0, KEYS]]
-    unpacker.feed(b"\x9f" + keys)
-    assert list(unpacker) == []
-    unpacker.feed(keys)
-    with pytest.raises(ValueError, match="not whole"):
-        next(unpacker)
+def taken_of(messages: ShortMessages, said: bytes, piece_bytes: int) -> int:
+    """How much is taken of a message that comes in pieces, before it is refused."""
+    try:
+        for start in range(0, len(said), piece_bytes):
+            messages.feed(said[start : start + piece_bytes])
+            assert list(messages) == []
+    except (ValueError, msgpack.UnpackException):
+        return start
+    return len(said)
 
 
-def test_what_nodes_answer_is_read() -> None:
+@pytest.mark.parametrize("bytes_max", [READER_MESSAGE_BYTES_MAX, OTHERS_ANSWER_BYTES_MAX])
+def test_another_user_has_no_more_lists_made_than_a_message_may_have_bytes(bytes_max: int) -> None:
+    for message in (lists, deep, lambda n: lists(n, b"\x80")):
+        said = b"\x92\xc0" + message(4 * bytes_max)
+        for piece_bytes in (bytes_max // 4, bytes_max, 4 * bytes_max):
+            assert taken_of(ShortMessages(bytes_max), said, piece_bytes) <= bytes_max
+
+
+def test_what_came_before_counts_for_no_message() -> None:
+    messages, message = ShortMessages(READER_MESSAGE_BYTES_MAX), packed([Op.EXPLAIN, 2, KEY])
+    for _ in range(1000):
+        messages.feed(message + message[:9])
+        assert len(list(messages)) == 1
+        messages.feed(message[9:])
+        assert len(list(messages)) == 1
+
+
+def test_what_another_users_node_answers_is_read() -> None:
+    row = [KEY, 1 << 30, (1 << 32) - 1, 9, 1, 1e6, 1e6, bytes(NAME_BYTES_MAX)]
+    fields = [[(1 << 32) - 1, 1 << 20, bytes(NAMESPACE_BYTES_MAX)]] * Limits().namespaces
+    for body in ([row] * LIST_ROWS_MAX, [[[0, 1.0]], 1.0, fields], {"blocks": 1}):
+        messages, said = ShortMessages(OTHERS_ANSWER_BYTES_MAX), packed([1, True, body])
+        read = []
+        for start in range(0, len(said), RECV_BYTES):
+            messages.feed(said[start : start + RECV_BYTES])
+            read += list(messages)
+        assert read == [[1, True, body]]
+
+
+def test_what_nodes_answer_over_a_stream_is_read() -> None:
     longest = [
         [1, True, [[1, 2, 3]] * BATCH_KEYS_MAX],
         [2, True, [[[0, 0.0]] * BATCH_KEYS_MAX, None, [[1, 2, b"{}"]] * BATCH_KEYS_MAX]],
-        [3, True, [[bytes(KEY_BYTES), *range(8)]] * LIST_ROWS_MAX],
+        [3, True, [[KEY, *range(8)]] * LIST_ROWS_MAX],
         [4, True, {"blocks": 1}],
     ]
-    unpacker = answers_unpacker()
-    unpacker.feed(b"".join(map(packed, longest)))
-    assert list(unpacker) == longest
     for answer in longest:
         assert sw.unpack_answers(sw.pack_answers(answer)[1]) == answer
 
@@ -130,19 +128,9 @@ def test_a_stream_counts_lists_both_ways() -> None:
                 unpack(body)
 
 
-@pytest.mark.parametrize("make", [readers_unpacker, answers_unpacker])
-def test_neither_extensions_nor_keys_that_are_no_text_are_read(
-    make: Callable[[], CountingUnpacker],
-) -> None:
+def test_neither_extensions_nor_keys_that_are_no_text_are_read() -> None:
     for said in ([msgpack.ExtType(1, b"x")], {1: 2}):
-        unpacker = make()
-        unpacker.feed(msgpack.packb(said))
+        messages = ShortMessages(READER_MESSAGE_BYTES_MAX)
+        messages.feed(msgpack.packb(said))
         with pytest.raises((ValueError, msgpack.UnpackException)):
-            next(unpacker)
-
-
-def test_a_reader_says_no_maps() -> None:
-    unpacker = readers_unpacker()
-    unpacker.feed(msgpack.packb([Op.STAT, 1, {"a": 1}]))
-    with pytest.raises(ValueError, match="exceeds"):
-        next(unpacker)
+            next(messages)

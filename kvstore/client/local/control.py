@@ -32,7 +32,7 @@ from kvstore.nodedir import NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import PROTOCOL_VERSION, Op
 from kvstore.protocol.control_replies import InvalidReplyError
-from kvstore.protocol.unpacking import answers_unpacker
+from kvstore.protocol.unpacking import OTHERS_ANSWER_BYTES_MAX, ShortMessages
 from kvstore.system.fork import in_each_child
 from kvstore.system.interruption import interruption, let_through
 
@@ -433,9 +433,8 @@ class ControlChannel:
         if self._machine.peer_uid(connection) != owner:
             # Its owner can link the socket's name to another socket of this user's.
             raise PermissionError(f"{self.directory.socket} is not of user {owner}")
-        # Of who has this process's rights anyway, answers are not counted.
-        ours = owner in (os.geteuid(), 0)
-        self._unpacker = control.unpacker() if ours else answers_unpacker()
+        ours = owner == os.geteuid()
+        self._unpacker = control.unpacker() if ours else ShortMessages(OTHERS_ANSWER_BYTES_MAX)
 
     def _disconnect(self) -> None:
         """Whoever still waits for an answer will not get it."""

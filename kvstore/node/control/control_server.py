@@ -16,7 +16,7 @@ from kvstore.node.control.turns import MESSAGE_ITEMS, Turns
 from kvstore.protocol import control
 from kvstore.protocol.control_events import Hello
 from kvstore.protocol.control_replies import encoded
-from kvstore.protocol.unpacking import Messages, readers_unpacker
+from kvstore.protocol.unpacking import READER_MESSAGE_BYTES_MAX, Messages, ShortMessages
 from kvstore.system.unix_peer import peer_uid
 
 Work = Iterator[int]
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
 
     def may_only_read(self) -> None:
         """Take no more of this connection at once than who only reads has to say."""
-        self._unpacker = readers_unpacker()
+        self._unpacker = ShortMessages(READER_MESSAGE_BYTES_MAX)
 
     def data_received(self, data: bytes) -> None:
         try:
