@@ -89,9 +89,6 @@ travels alone."""
 CLAIMED_BYTES_MAX = 16 << 20
 """What a call makes room for on the word of records in the index; beyond it the nodes are asked
 first whether blocks are as long as that."""
-ANOTHERS_BYTES_MAX = 1 << 30
-"""What one `get_many`, and all open pins and views of a client, make room for on the word of other
-users' nodes on this host; what goes beyond it is a miss. What has an `out` takes no room."""
 STREAM_SLOW_BYTES_PER_S = 50 << 20
 """A stream slower than this counts as stuck: what a batch's deadline is lengthened by."""
 STREAM_FRAME_BYTES_MAX = 1 << 20

@@ -9,7 +9,6 @@ a clock that goes on in the real world.
 from __future__ import annotations
 
 import mmap
-import os
 import secrets
 import socket
 import threading
@@ -24,7 +23,7 @@ from kvstore import nodedir
 from kvstore.nodedir import NodeDir
 from kvstore.system import filelock, host_clock, memory_files
 from kvstore.system.host_clock import Moment
-from kvstore.system.memory_files import Room, UnmappedFile
+from kvstore.system.memory_files import Room
 from kvstore.system.unix_peer import peer_uid
 
 Clock = Callable[[], float]
@@ -115,10 +114,6 @@ class Machine:
         """See `filelock.try_lock`."""
         return filelock.try_lock(path)
 
-    def may_write(self, path: Path) -> bool:
-        """Return whether this user may write to the file."""
-        return os.access(path, os.W_OK)
-
     def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:
         """See `nodedir.node_dirs`."""
         return nodedir.node_dirs(run_dir)
@@ -138,10 +133,6 @@ class Machine:
     def map_memory(self, path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
         """See `memory_files.attach`."""
         return memory_files.attach(path, writable=writable, owner=owner)
-
-    def open_memory(self, path: Path, *, writable: bool, owner: int) -> UnmappedFile:
-        """See `memory_files.UnmappedFile`."""
-        return UnmappedFile(path, writable=writable, owner=owner)
 
     def own_memory(self, path: Path) -> HeldFile:
         """See `memory_files.own`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar, overload
 
 from kvstore.client import arguments
@@ -152,7 +151,6 @@ class Client(arguments.Uncopied):
         self._verify = verify == "always"
         self._saver = ValueSaver(self.session, namespace.id)
         self._explained: dict[str, int] = {}
-        self._copies = self.session.copies
         self._counts = {"stored": 0, "not_stored": 0}
 
     # --- putting ----------------------------------------------------------
@@ -279,10 +277,9 @@ class Client(arguments.Uncopied):
         """Return a zero-copy view of a value that cannot be evicted while it is open; what it
         returns for a miss is false.
 
-        Close it, or use it in a `with`, which gives None for a miss. Of another user's node it is a
-        copy, and a miss while such pins and views have taken `ANOTHERS_BYTES_MAX`. Raises
-        `UsageError` for a value that only a node of another host has: it can be read by `get`, and
-        pinned by a client there.
+        Close it, or use it in a `with`, which gives None for a miss. Raises `UsageError` for a
+        value that only a node of another host, or of another user, has: it can be read by `get`,
+        and pinned by a client there.
         """
         raw_key = self._value_key(key)
         try:
@@ -293,22 +290,17 @@ class Client(arguments.Uncopied):
         if record is None:
             self._check_not_remote(key, raw_key)
             return NotPinned()
-        claim = self._copies.claim()
         try:
-            place = self._reader.place(raw_key, record, partial(self._copies.take, claim))
+            place = self._reader.place(raw_key, record)
             if place is not None and self._verify and not self._reader.verified(raw_key, place):
                 place = None
         except BaseException:  # interrupted: nobody has it
-            self._copies.release(claim)
             self._writer.unpin(raw_key, record)
             raise
         if place is None:
-            self._copies.release(claim)
             self._writer.unpin(raw_key, record)
             return NotPinned()
-        pinned = Pinned(self._writer, place, raw_key, record)
-        self._copies.keep(claim, pinned)
-        return pinned
+        return Pinned(self._writer, place, raw_key, record)
 
     def _check_not_remote(self, key: str | bytes, raw_key: Key) -> None:
         location = self._reader.search((raw_key,)).remote.get(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Self
 
 from kvstore.client.arguments import Uncopied
@@ -15,7 +13,6 @@ from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
 from kvstore.segment.attached import private_pages
-from kvstore.segment.unmapped import UnmappedShm
 from kvstore.system.memory_files import address_of
 from kvstore.types import Key, Kind
 
@@ -48,8 +45,7 @@ class Pinned(Uncopied):
 
     The pin ends with `close`, the `with` or this object, and with everything made of it:
     every `memoryview`, slice, array and tensor of its memory keeps it until that is
-    dropped too, also beyond `Client.close`. It is no pin in a forked child. Of another user's
-    node, whose memory is not mapped, it is a copy.
+    dropped too, also beyond `Client.close`. It is no pin in a forked child.
     """
 
     def __init__(self, writer: HostWriter, place: Place, key: Key, record: bytes) -> None:
@@ -110,11 +106,8 @@ class Pinned(Uncopied):
         tensors, and who writes to pages that are mapped read-only ends his process."""
         view = self._view()
         attached = self._attached
-        shm = attached.shm
-        if isinstance(shm, UnmappedShm):
-            return bytearray(view)  # it may be shown to others as well
         try:
-            offset = address_of(view) - address_of(shm.payload)
+            offset = address_of(view) - address_of(attached.shm.payload)
             pages = private_pages(attached.announcement.data_path, offset, view.nbytes)
         except (OSError, ValueError):
             return bytearray(view)
@@ -139,10 +132,6 @@ class Pinned(Uncopied):
             return described(meta)
         except ValueError as e:
             raise UsageError("pin", "(damaged)", f"has no dtype and shape: {e}") from e
-
-    def when_gone(self, call: Callable[..., object], *args: object) -> None:
-        """Have `call` called once nobody holds its memory any more."""
-        weakref.finalize(self._memory, call, *args).atexit = False
 
     def closed_later(self) -> Self:
         """This, whose `close` waits for nobody: the node is told by another thread."""

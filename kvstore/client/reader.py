@@ -1,5 +1,4 @@
-"""Finds blocks and reads them: in place on this host, fetched from another, and by a copy of this
-process's own where they are in the memory of another user of this host.
+"""Finds blocks and reads them: in place on this host, fetched from another.
 
 Whoever copies from a place checks it afterwards (rule 4).
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ from kvstore.record import RecordSigner, unpack_record
 from kvstore.segment.copying import copy
 from kvstore.segment.header import KEY_PART, Fields
 from kvstore.segment.locate import locate, spot_of
-from kvstore.segment.unmapped import UnmappedShm
 from kvstore.types import Key, Location
 
 if TYPE_CHECKING:
@@ -43,10 +41,19 @@ log = logging.getLogger("kvstore.client")
 PLACES_KEPT_MAX = 1 << 16
 
 
-class LocalBlock:
-    """A block found in this host's memory, with the header that was seen there."""
+class Place:
+    """A block in place in this host's memory, with the header that was seen there."""
 
-    __slots__ = ("attached", "checksum", "image", "kind", "meta_length", "slot_id")
+    __slots__ = (
+        "attached",
+        "buffer",
+        "checksum",
+        "data",
+        "image",
+        "kind",
+        "meta_length",
+        "slot_id",
+    )
 
     attached: Attached
     slot_id: int
@@ -55,30 +62,15 @@ class LocalBlock:
     kind: int
     meta_length: int
     checksum: int
+    buffer: memoryview
+    """The whole payload, value and meta, read-only."""
+    data: memoryview
+    """The value alone."""
 
     def valid(self) -> bool:
         """Whether everything read of its payload so far is this key's block (rule 4)."""
         attached = self.attached
         return not attached.gone and attached.shm.header(self.slot_id) == self.image
-
-    def _has_checksum_of(self, value: memoryview | bytes, meta: memoryview | bytes) -> bool:
-        """Return whether its payload's checksum was saved, and these have it."""
-        if self.checksum == 0:
-            return False
-        state = xxhash.xxh3_64(value)
-        state.update(meta)
-        return state.intdigest() == self.checksum
-
-
-class Place(LocalBlock):
-    """A block in place, in a segment that is mapped."""
-
-    __slots__ = ("buffer", "data")
-
-    buffer: memoryview
-    """The whole payload, value and meta, read-only."""
-    data: memoryview
-    """The value alone."""
 
     @property
     def size_bytes(self) -> int:
@@ -100,85 +92,18 @@ class Place(LocalBlock):
     def verified(self, copied: memoryview | bytes | None = None) -> bool:
         """Return whether the payload's checksum was saved and is right; with `copied`, that of the
         value as it was copied rather than as it lies here."""
-        return self._has_checksum_of(self.data if copied is None else copied, self.meta)
+        if self.checksum == 0:
+            return False
+        state = xxhash.xxh3_64(self.data if copied is None else copied)
+        state.update(self.meta)
+        return state.intdigest() == self.checksum
 
 
-class UnmappedPlace(LocalBlock):
-    """A block in a segment that is not mapped (segment/unmapped.py): each read is a copy.
-
-    What is not there any more reads as nothing, or raises `ValueError`; then it is not `valid`.
-    """
-
-    __slots__ = ("length", "offset", "torn")
-
-    offset: int
-    length: int
-    """Of the payload, value and meta, in bytes."""
-    torn: bool
-    """A read found less than the header promises."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the value alone, without its description."""
-        return self.length - self.meta_length
-
-    @property
-    def meta(self) -> bytes:
-        return self._read(self.offset + self.size_bytes, self.meta_length)
-
-    def value(self) -> bytes:
-        """Return a copy of the value."""
-        return self._read(self.offset, self.size_bytes)
-
-    def copy_to(self, target: memoryview) -> None:
-        """Copy the value over `target`, which has its size."""
-        if not self._shm.read_into(self.offset, target):
-            self.torn = True
-
-    def copied(self, room: memoryview | None = None) -> Place | None:
-        """Return a copy of all of it, in `room` where it fits there; None when it is gone."""
-        length = self.length
-        memory = memoryview(bytearray(length)) if room is None else room[:length]
-        if len(memory) < length or not self._shm.read_into(self.offset, memory):
-            return None
-        place = Place()
-        for name in LocalBlock.__slots__:
-            setattr(place, name, getattr(self, name))
-        place.buffer = memory.toreadonly()
-        place.data = place.buffer[: self.size_bytes]
-        return place
-
-    def valid(self) -> bool:
-        return not self.torn and super().valid()
-
-    def verified(self, copied: memoryview | bytes | None = None) -> bool:
-        """Return whether `copied`, or what is there now, has the checksum that was saved."""
-        with suppress(ValueError):
-            return self._has_checksum_of(self.value() if copied is None else copied, self.meta)
-        return False
-
-    @property
-    def _shm(self) -> UnmappedShm:
-        shm = self.attached.shm
-        assert isinstance(shm, UnmappedShm)
-        return shm
-
-    def _read(self, offset: int, size_bytes: int) -> bytes:
-        raw = self._shm.read(offset, size_bytes)
-        if raw is None:
-            self.torn = True
-            raise ValueError("a block of another user is not there any more")
-        return raw
-
-
-AnyPlace = Place | UnmappedPlace
-
-
-class Search(list[AnyPlace | RemoteBlock | None]):
+class Search(list[Place | RemoteBlock | None]):
     """Where each block that was looked for is: in this host's memory, on another host, nowhere."""
 
     @property
-    def places(self) -> list[AnyPlace | None]:
+    def places(self) -> list[Place | None]:
         return [None if isinstance(ref, RemoteBlock) else ref for ref in self]
 
     @property
@@ -214,7 +139,7 @@ class Reader:
         self._reporter = reporter
         self.readability = readability
         self._verifies = readability is not None and readability.verifies
-        self.remembered: dict[Key, AnyPlace] = {}
+        self.remembered: dict[Key, Place] = {}
         """Where blocks were seen in this host's memory: to be used without looking for them."""
         self._seen_remote: dict[Key, Location] = {}
         """Where blocks were read on other hosts."""
@@ -238,7 +163,7 @@ class Reader:
         name = reason.value
         self.miss_reasons[name] = self.miss_reasons.get(name, 0) + 1
 
-    def verified(self, key: Key, place: AnyPlace, copied: memoryview | bytes | None = None) -> bool:
+    def verified(self, key: Key, place: Place, copied: memoryview | bytes | None = None) -> bool:
         """`place.verified`; what is damaged is counted, and its node is told."""
         if place.verified(copied):
             return True
@@ -313,7 +238,7 @@ class Reader:
             self.index_failed(e)
         return found
 
-    def resolve(self, key: Key, record: Record) -> AnyPlace | RemoteBlock | None:
+    def resolve(self, key: Key, record: Record) -> Place | RemoteBlock | None:
         """Return where a record says that the block is: in this host's memory, where its header is
         SEALED and says the same, or on another host that can be reached."""
         if not self.genuine(key, record):
@@ -354,11 +279,11 @@ class Reader:
 
     def read(
         self,
-        refs: Sequence[AnyPlace | RemoteBlock | None],
+        refs: Sequence[Place | RemoteBlock | None],
         into: Sequence[Out | None] | None = None,
         deadline: float | None = None,
         rooms: Sequence[DeviceRange | None] | None = None,
-    ) -> list[AnyPlace | FetchedBlock | None]:
+    ) -> list[Place | FetchedBlock | None]:
         """Return each of `refs` as it can be read now, None for what cannot.
 
         What is on this host is read where it is. Blocks of other hosts come in one batch per node,
@@ -366,7 +291,7 @@ class Reader:
         of the machine's clock, bounds that beside the deadlines of streams. `rooms` are those of
         `fetch`. Raises `UsageError` for an `out` that is too small for such a block.
         """
-        views: list[AnyPlace | FetchedBlock | None] = []
+        views: list[Place | FetchedBlock | None] = []
         remote: dict[int, RemoteBlock] = {}
         for i, ref in enumerate(refs):
             if isinstance(ref, RemoteBlock):
@@ -424,35 +349,23 @@ class Reader:
                     if spot is not None:
                         found[i] = self._place(attached, *spot)
 
-    def place(
-        self, key: Key, record: Record, has_room: Callable[[int], bool] = lambda size_bytes: True
-    ) -> Place | None:
-        """`resolve`, for what is in this host's memory; of another user's, a copy, if it
-        `has_room`."""
+    def place(self, key: Key, record: Record) -> Place | None:
+        """`resolve`, for what is in this host's memory."""
         ref = self.resolve(key, record)
-        if isinstance(ref, UnmappedPlace):
-            return ref.copied() if has_room(ref.length) else None
         return ref if isinstance(ref, Place) else None
 
     def _place(
         self, attached: Attached, slot_id: int, image: bytes, header: Fields, offset: int
-    ) -> AnyPlace | None:
+    ) -> Place | None:
         _, key, length, _, kind, meta_length, checksum, _ = header
         if self._verifies and checksum == 0:
             return None
         shm = attached.shm
-        place: AnyPlace
-        if isinstance(shm, UnmappedShm):
-            if length > VALUE_BYTES_MAX:
-                return None  # nobody can have saved it: its owner wants memory of this process
-            place = UnmappedPlace()
-            place.offset, place.length, place.torn = offset, length, False
-        else:
-            if not shm.populate(offset, length):
-                return None
-            place = Place()
-            place.buffer = shm.payload[offset : offset + length]
-            place.data = place.buffer[: length - meta_length] if meta_length else place.buffer
+        if not shm.populate(offset, length):
+            return None
+        place = Place()
+        place.buffer = shm.payload[offset : offset + length]
+        place.data = place.buffer[: length - meta_length] if meta_length else place.buffer
         place.attached, place.slot_id, place.image = attached, slot_id, image
         place.kind, place.meta_length, place.checksum = kind, meta_length, checksum
         if len(self.remembered) >= PLACES_KEPT_MAX:

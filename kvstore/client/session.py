@@ -52,7 +52,6 @@ from kvstore.client.base import (
     ResetResult,
 )
 from kvstore.client.block_lookup import BlockLookup
-from kvstore.client.copies import Copies
 from kvstore.client.health import Health, IndexWatch, ask_index
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.host_writer import HostWriter
@@ -60,13 +59,12 @@ from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.reaper import EVERY_S, Reaper
 from kvstore.client.missing.explanation import Missing
 from kvstore.client.missing.readability import Reach, Readability
-from kvstore.client.reader import AnyPlace, Place, Reader, UnmappedPlace
+from kvstore.client.reader import Reader
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.values.dropping import drop_everywhere
 from kvstore.client.values.names import ValueNames
-from kvstore.client.values.out import Out
 from kvstore.client.vram.landing import ArrivedInVram, VramLanding, divided
 from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError, InternalError, NodeUnavailableError
@@ -81,7 +79,6 @@ from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
-from kvstore.segment.unmapped import UnmappedShm
 from kvstore.transport.registry import CUDA_IPC, SHM, allowed
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Key, PutResult, Retained, StrPath, Tier
@@ -96,8 +93,8 @@ if TYPE_CHECKING:
 Verify = Literal["never", "always"]
 
 
-def _mapping(shm: AttachedShm | UnmappedShm | None, *, writable: bool) -> list[PoolMapping]:
-    if shm is None or isinstance(shm, UnmappedShm):
+def _mapping(shm: AttachedShm | None, *, writable: bool) -> list[PoolMapping]:
+    if shm is None:
         return []
     block = shm.superblock
     try:
@@ -163,8 +160,6 @@ class BlockSession(Uncopied):
         self.transports = allowed(transports)
         self.viewed = {"hits": 0, "hit_bytes": 0}
         """Blocks of this host that `views` has handed out."""
-        self.copies = Copies()
-        """Of what is in memory of other users' nodes; pins of `Client` count in it too."""
         self._watch = IndexWatch(self.index, machine.monotonic)
         self._reaper = self._new_reaper()
         self._sweeper = Sweeper(self.run_dir)
@@ -310,8 +305,7 @@ class BlockSession(Uncopied):
     def views(
         self, found: Sequence[BlockRef], staging: memoryview | None, timeout_s: float | None = None
     ) -> Iterator[HostView | None]:
-        """See `BlockStore.views`. Those of other hosts come when the first of them is asked for,
-        each of another user of this host when it is."""
+        """See `BlockStore.views`. Those of other hosts come when the first of them is asked for."""
         return self._views(found, staging, None, timeout_s)
 
     def views_on_device(
@@ -332,14 +326,6 @@ class BlockSession(Uncopied):
                 self._landing.lost()
             raise
 
-    def _copied(self, place: AnyPlace | None, out: Out | None) -> Place | None:
-        """Return the block in place, or a copy of it where it lies in memory that is not mapped: in
-        `out`, or in memory of its own, if this client has room for it."""
-        if not isinstance(place, UnmappedPlace):
-            return place
-        room = self.copies.room(place.length) if out is None else out.room
-        return None if room is None else place.copied(room)
-
     def _views(
         self,
         found: Sequence[BlockRef],
@@ -350,7 +336,7 @@ class BlockSession(Uncopied):
         deadline = None if timeout_s is None else self._now() + timeout_s
         refs = [self.reader.resolve(one.key, one.record) for one in found]
         into, rooms = None, None
-        if staging is not None and any(not isinstance(ref, Place) for ref in refs):
+        if staging is not None and any(isinstance(ref, RemoteBlock) for ref in refs):
             into, rooms = divided(staging, landing, refs)
         fetched: Sequence[object] = ()
         for i, (one, ref) in enumerate(zip(found, refs, strict=True)):
@@ -358,15 +344,12 @@ class BlockSession(Uncopied):
                 fetched = fetched or self.reader.read(refs, into, deadline, rooms)
                 yield cast("HostView | None", fetched[i])
                 continue
-            place = self._copied(ref, None if into is None else into[i])
-            if place is None or (
-                self.verify != "never" and not self.reader.verified(one.key, place)
-            ):
+            if ref is None or (self.verify != "never" and not self.reader.verified(one.key, ref)):
                 yield None
             else:
                 self.viewed["hits"] += 1
-                self.viewed["hit_bytes"] += len(place.buffer)
-                yield place
+                self.viewed["hit_bytes"] += len(ref.buffer)
+                yield ref
 
     def open_vram(self) -> frozenset[tuple[int, int]]:
         """Id and epoch of the nodes whose VRAM this process has open and can read. From the first

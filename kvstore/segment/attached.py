@@ -1,6 +1,5 @@
-"""Maps segments that other processes own: headers for reading, payload for writing if allowed.
-
-Those of other users are not mapped (segment/unmapped.py).
+"""Maps segments that other processes of this user own: headers for reading, payload for writing
+where that is wanted.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ from kvstore.machine import REAL, Machine
 from kvstore.segment import batch_read
 from kvstore.segment.header import (
     HEADER_BYTES,
-    HINT_BYTES,
     KEY_PART,
     LAYOUT_VERSION,
     SUPERBLOCK_BYTES,
     header_file_bytes,
     hints_in,
-    hints_of,
     layout_of,
     newest_superblock,
 )
-from kvstore.system.memory_files import UnmappedFile
 from kvstore.types import Key, Value
 
 _PLACE = struct.Struct("<8xI20x")
@@ -51,25 +47,6 @@ POPULATE_PAUSE_S = 1e-4
 """Between two steps of the thread, which takes 0.2 ms of a processor for each."""
 
 
-class UnmappedHints:
-    """Reads a table of hints in a header file that is not mapped, as if it were."""
-
-    def __init__(self, head: UnmappedFile, slots: int) -> None:
-        self._head = head
-        self._start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
-        self._count = hints_of(slots)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, place: int) -> int:
-        start = self._start + place * HINT_BYTES
-        return int.from_bytes(self._head[start : start + HINT_BYTES], "little")
-
-    def release(self) -> None:
-        """Do nothing: it keeps no memory."""
-
-
 class AttachedHeads:
     """The header file of somebody else's segment, mapped read-only.
 
@@ -78,21 +55,10 @@ class AttachedHeads:
     """
 
     def __init__(
-        self,
-        head_path: Path,
-        *,
-        owner: int | None = None,
-        mapped: bool = True,
-        machine: Machine = REAL,
+        self, head_path: Path, *, owner: int | None = None, machine: Machine = REAL
     ) -> None:
-        """With `owner`, the file must be a plain one of that user's; one who is not trusted with
-        this process has it not `mapped`."""
-        self._head: mmap.mmap | UnmappedFile
-        self._hints: memoryview | UnmappedHints
-        if mapped or owner is None:
-            self._head = machine.map_memory(head_path, writable=False, owner=owner)
-        else:
-            self._head = machine.open_memory(head_path, writable=False, owner=owner)
+        """With `owner`, the file must be a plain one of that user's."""
+        self._head = machine.map_memory(head_path, writable=False, owner=owner)
         superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
         if superblock is None or len(self._head) != header_file_bytes(superblock.size_bytes):
             layout = layout_of(self._head[:SUPERBLOCK_BYTES])
@@ -104,10 +70,7 @@ class AttachedHeads:
             raise ValueError(f"{head_path} is no whole segment header file")
         self.superblock = superblock
         self.slots = superblock.size_bytes // SLOT_BYTES_MIN
-        if isinstance(self._head, UnmappedFile):
-            self._hints = UnmappedHints(self._head, self.slots)
-        else:
-            self._hints = hints_in(self._head, superblock)
+        self._hints = hints_in(self._head, superblock)
         self._hint_mask = len(self._hints) - 1
 
     def header(self, slot_id: int) -> bytes:
@@ -150,10 +113,6 @@ class AttachedHeads:
                 FENCE()
             yield slot_id, image
 
-    def records(self, keys: list[Key], start: bytes) -> list[bytes | None] | None:
-        """See `BatchReader.records`; None as well where the segment is not mapped."""
-        return None
-
     def close(self) -> None:
         """Unmap the headers, unless they are just being read: then they go with the reader."""
         self._hints.release()
@@ -189,8 +148,6 @@ class AttachedShm(AttachedHeads):
             self._data.close()
             raise ValueError(f"{data_path} does not have the size its header file says")
         self.payload = memoryview(self._data)
-        assert isinstance(self._head, mmap.mmap)
-        assert isinstance(self._hints, memoryview)
         self._mapped = batch_read.MappedSegment(self._head, self._data, self._hints, self.payload)
         self._populate = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
         self._populated: set[int] = set()
@@ -212,6 +169,7 @@ class AttachedShm(AttachedHeads):
         return batch_read.READER.read(self._mapped, keys, outs, kinds, found)
 
     def records(self, keys: list[Key], start: bytes) -> list[bytes | None] | None:
+        """See `BatchReader.records`."""
         return batch_read.READER.records(self._mapped, keys, start)
 
     def populate(self, offset: int, size_bytes: int) -> bool:

@@ -153,9 +153,9 @@ class AttachedCuda(AttachedHeads):
     when the file is of no segment.
     """
 
-    def __init__(self, head_path: Path, *, owner: int | None = None, mapped: bool = True) -> None:
+    def __init__(self, head_path: Path, *, owner: int | None = None) -> None:
         """As `AttachedHeads`."""
-        super().__init__(head_path, owner=owner, mapped=mapped)
+        super().__init__(head_path, owner=owner)
         with contextlib.ExitStack() as undo:
             undo.callback(super().close)
             # Another user may have put a pipe or a link there meanwhile.

@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,59 +154,6 @@ def attach(path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
         return SharedMap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(fd)
-
-
-class UnmappedFile:
-    """The file of another user's segment, read and written by calls instead of being mapped.
-
-    Its owner can make it shorter at any time: that ends a process that has it mapped (SIGBUS), and
-    costs a caller of this class some bytes. Calls raise nothing for what the owner does.
-    """
-
-    def __init__(self, path: Path, *, writable: bool, owner: int) -> None:
-        """Open the file as `attach` does."""
-        self._fd = -1
-        self._fd, self._size_bytes = _opened(path, writable, owner)
-
-    def __len__(self) -> int:
-        """Return the file's size when it was opened."""
-        return self._size_bytes
-
-    def __getitem__(self, part: slice) -> bytes:
-        """All those bytes, as of a mapping; zeros, which are no header, for what is not there."""
-        start = part.start or 0
-        raw = self.read(start, part.stop - start)
-        return bytes(part.stop - start) if raw is None else raw
-
-    def read(self, offset: int, size_bytes: int) -> bytes | None:
-        """Return `size_bytes` from `offset` on; None when there are fewer."""
-        with suppress(OSError):
-            raw = os.pread(self._fd, size_bytes, offset)
-            if len(raw) == size_bytes:
-                return raw
-        return None
-
-    def read_into(self, offset: int, target: memoryview) -> bool:
-        """Fill `target` with what begins at `offset`; False when there is less."""
-        with suppress(OSError):
-            return os.preadv(self._fd, [target], offset) == target.nbytes
-        return False
-
-    def write(self, offset: int, source: memoryview) -> bool:
-        """Write all of `source` at `offset`; False when that cannot be."""
-        with suppress(OSError):
-            # Beyond its end the file would grow, and take memory that is this user's.
-            there = offset + source.nbytes <= os.fstat(self._fd).st_size
-            return there and os.pwrite(self._fd, source, offset) == source.nbytes
-        return False
-
-    def close(self) -> None:
-        """Do nothing: another thread may be in the middle of a call, and its number of the file be
-        another file's afterwards. It is closed when nobody has this object any more."""
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
 
 
 def _opened(path: Path, writable: bool, owner: int | None) -> tuple[int, int]:

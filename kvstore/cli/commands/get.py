@@ -12,7 +12,6 @@ from kvstore.cli import EXIT_MISS
 from kvstore.cli.options import add_store, run_dir_of
 from kvstore.cli.store import open_client
 from kvstore.client.client import Client
-from kvstore.client.reader import UnmappedPlace
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.types import Kind
 
@@ -59,8 +58,6 @@ def read_raw(client: Client, key: str) -> tuple[bytes, str] | None:
     reader = client.session.reader
     found = reader.search((client.namespace.value_key(key),))
     (view,) = reader.read(found)
-    if isinstance(view, UnmappedPlace):
-        view = view.copied()
     if view is None:
         if found == [None] and reader.index_failures:
             raise IndexUnavailableError(

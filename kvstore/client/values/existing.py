@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvstore.client.reader import Place, Reader, UnmappedPlace
+from kvstore.client.reader import Place, Reader
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import NodeUnavailableError, PeerError
@@ -38,8 +38,6 @@ def told_apart(
         return told
     found = reader.search([keys[i] for i in which], give_up_at=give_up_at)
     for i, place in zip(which, found.places, strict=True):
-        if isinstance(place, UnmappedPlace):
-            place = place.copied()
         if place is not None and _is_other(place, payloads[i]):
             told[i] = _differs(len(place.data))
     elsewhere = {

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 
 from kvstore.client.local.nodes import Attached
 from kvstore.client.missing.explanation import MissReason
-from kvstore.client.reader import AnyPlace, UnmappedPlace
+from kvstore.client.reader import Place
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.session import BlockSession
 from kvstore.client.values import tensors
 from kvstore.client.values.out import Out
 from kvstore.errors import UsageError
-from kvstore.limits import ANOTHERS_BYTES_MAX
 from kvstore.segment import batch_read
-from kvstore.segment.attached import AttachedShm
-from kvstore.segment.unmapped import UnmappedShm
 from kvstore.system.interruption import let_through
 from kvstore.types import Key, Kind, Value
 
@@ -93,14 +90,11 @@ class ValueGetter:
         targets = [memoryview(out) if type(out) is bytearray else out for out in outs]
         typed = _typed(targets)
         for attached in nodes.mapped:
-            shm = attached.shm
-            if isinstance(shm, UnmappedShm):
-                continue
             if not values:
-                values = self._read(attached, shm, keys, targets)
+                values = self._read(attached, keys, targets)
             elif rest := [i for i, value in enumerate(values) if value is None]:
                 wanted, into = [keys[i] for i in rest], [targets[i] for i in rest]
-                found = self._read(attached, shm, wanted, into)
+                found = self._read(attached, wanted, into)
                 for i, value in zip(rest, found, strict=True):
                     values[i] = value
         for i, out in typed:
@@ -108,10 +102,8 @@ class ValueGetter:
                 values[i] = out.answer(values[i].nbytes)
         return values or [None] * len(keys)
 
-    def _read(
-        self, attached: Attached, shm: AttachedShm, keys: list[Key], targets: list[Value]
-    ) -> list[Value]:
-        values, size_bytes = shm.read_batch(keys, targets, _PLAIN_BITS)
+    def _read(self, attached: Attached, keys: list[Key], targets: list[Value]) -> list[Value]:
+        values, size_bytes = attached.shm.read_batch(keys, targets, _PLAIN_BITS)
         if attached.gone:  # meanwhile
             return [None] * len(keys)
         self.counts["hits"] += len(values) - values.count(None)
@@ -129,7 +121,7 @@ class ValueGetter:
             for ref, out in zip(refs, outs, strict=True)
         ]
         try:
-            views = _with_room(self._reader.read(refs, into), into)
+            views = self._reader.read(refs, into)
             values = [
                 None if view is None else self._value(key, view, out)
                 for key, view, out in zip(keys, views, into, strict=True)
@@ -149,7 +141,7 @@ class ValueGetter:
                 values[i] = value
         return values
 
-    def _value(self, key: Key, view: AnyPlace | FetchedBlock, out: Out | None) -> Value:
+    def _value(self, key: Key, view: Place | FetchedBlock, out: Out | None) -> Value:
         """Copy, then check (rule 4): the value, or None and where it was is forgotten."""
         value: Value = None
         copied: memoryview | bytes | None = None
@@ -182,12 +174,12 @@ class ValueGetter:
         return value
 
     def _is_right(
-        self, key: Key, view: AnyPlace | FetchedBlock, copied: memoryview | bytes | None
+        self, key: Key, view: Place | FetchedBlock, copied: memoryview | bytes | None
     ) -> bool:
         """What came from another host was compared with its checksum on the way."""
         return isinstance(view, FetchedBlock) or self._reader.verified(key, view, copied)
 
-    def _lost(self, key: Key, ref: AnyPlace | RemoteBlock | None = None) -> None:
+    def _lost(self, key: Key, ref: Place | RemoteBlock | None = None) -> None:
         self._reader.forget(key)
         refused = self._reader.refused(ref) if isinstance(ref, RemoteBlock) else None
         self._reader.missed(refused or MissReason.LOAD_FAILED)
@@ -209,21 +201,7 @@ def _typed(targets: list[Value]) -> list[tuple[int, Out]]:
     return typed
 
 
-def _with_room(
-    views: list[AnyPlace | FetchedBlock | None], into: Sequence[Out | None]
-) -> list[AnyPlace | FetchedBlock | None]:
-    """`views`, without those of other users' nodes for which a call has no room of its own."""
-    left = ANOTHERS_BYTES_MAX
-    for i, view in enumerate(views):
-        if isinstance(view, UnmappedPlace) and into[i] is None and len(views) > 1:
-            if view.length > left:
-                views[i] = None
-            else:
-                left -= view.length
-    return views
-
-
-def _made(view: AnyPlace | FetchedBlock, out: Out | None) -> tuple[Value, memoryview]:
+def _made(view: Place | FetchedBlock, out: Out | None) -> tuple[Value, memoryview]:
     """Return the value, and its bytes as they were copied: in `out`, or an array or tensor.
 
     Raises `UsageError` when it does not fit `out`, which is then unchanged, or when the library
@@ -243,7 +221,7 @@ def _made(view: AnyPlace | FetchedBlock, out: Out | None) -> tuple[Value, memory
     return value, target
 
 
-def _is_stale(ref: AnyPlace | RemoteBlock | None) -> bool:
+def _is_stale(ref: Place | RemoteBlock | None) -> bool:
     """Return whether what could not be read may be elsewhere: it left while it was read, or nobody
     was asked where it is."""
     return ref.remembered if isinstance(ref, RemoteBlock) else ref is not None and not ref.valid()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.circuit_breaker import Breaker
-from kvstore.client.reader import AnyPlace, UnmappedPlace
+from kvstore.client.reader import Place
 from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.values.out import Out
 from kvstore.errors import DeviceError, NoSpaceError
@@ -101,22 +101,22 @@ Rooms: TypeAlias = "Sequence[DeviceRange | None]"
 
 
 def divided(
-    staging: memoryview, landing: DeviceRange | None, refs: list[AnyPlace | RemoteBlock | None]
+    staging: memoryview, landing: DeviceRange | None, refs: list[Place | RemoteBlock | None]
 ) -> tuple[list[Out | None], Rooms | None]:
-    """Room in `staging` for those that are not read in place, and at the same offsets in `landing`
-    for those of other hosts, one after the other; what finds none is taken out of `refs`."""
+    """Room in `staging`, and at the same offsets in `landing`, for those of other hosts, one after
+    the other; what finds none is taken out of `refs`."""
     into: list[Out | None] = [None] * len(refs)
     rooms: list[DeviceRange | None] = [None] * len(refs)
     start = 0
     for i, ref in enumerate(refs):
-        if isinstance(ref, RemoteBlock | UnmappedPlace):
-            size_bytes = (ref.location if isinstance(ref, RemoteBlock) else ref).length
+        if isinstance(ref, RemoteBlock):
+            size_bytes = ref.location.length
             end = start + size_bytes
             if end > staging.nbytes:
                 refs[i] = None
                 continue
             into[i] = Out(staging[start:end])
-            if landing is not None and isinstance(ref, RemoteBlock):
+            if landing is not None:
                 address = landing.address + start
                 rooms[i] = replace(landing, address=address, size_bytes=size_bytes)
             start = end

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.machine import Machine
 from kvstore.nodedir import NodeDir
 from kvstore.system.host_clock import Moment
-from kvstore.system.memory_files import Room, UnmappedFile
+from kvstore.system.memory_files import Room
 from kvstore.testing.sim.models.hosts import SimLease
 from kvstore.testing.sim.models.network import SimSocket
 from kvstore.testing.sim.scheduler import FOREVER, Actor
@@ -60,9 +60,6 @@ class SimMachine(Machine):
     def lock_file(self, path: Path) -> SimLease:
         return SimLease(self.world, path)
 
-    def may_write(self, path: Path) -> bool:
-        return True
-
     def node_dirs(self, run_dir: Path) -> Iterator[NodeDir]:
         return self.world.dirs_of(run_dir)
 
@@ -79,9 +76,6 @@ class SimMachine(Machine):
 
     def map_memory(self, path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
         return self.world.files.map(path)
-
-    def open_memory(self, path: Path, *, writable: bool, owner: int) -> UnmappedFile:
-        raise NotImplementedError("all simulated processes are of one user")
 
     def own_memory(self, path: Path) -> SimOwnership:
         return SimOwnership()
