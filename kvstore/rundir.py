@@ -3,8 +3,8 @@
 It is `$KVSTORE_RUN_DIR`, or `$XDG_RUNTIME_DIR/kvstore`, or `<tmp>/kvstore-<uid>`. Whoever
 can write there can pose as a node or as Redis, so this user alone may, or it is not
 used; where another user has made `<tmp>/kvstore-<uid>` first, it is `<tmp>/kvstore-<uid>-<random>`.
-A group may enter it where a node lets one read (node/control/permissions.py), and who is in
-that group may name such a directory of another user, whose word it then takes.
+A group may enter it where a node lets one ask it (node/control/permissions.py), and who is in
+that group may name such a directory of another user, for commands.
 """
 
 from __future__ import annotations

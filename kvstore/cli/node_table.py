@@ -67,7 +67,7 @@ class NodeTable:
     keep: bool = False
     """Leave the memory for the next start of this name when told to stop."""
     group: str = ""
-    """A Unix group whose members may read its blocks; empty: its user alone."""
+    """A Unix group whose members may ask how it is; empty: its user alone."""
     end_with_last_client: bool = False
     """Stop when the last client is gone, or when none comes."""
 

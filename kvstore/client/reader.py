@@ -1,8 +1,6 @@
 """Finds blocks and reads them: in place on this host, fetched from another.
 
 Whoever copies from a place checks it afterwards (rule 4).
-
-In one file, because a place and what finds it must agree on what was seen of its header.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from kvstore.batches import in_batches
 from kvstore.client.health import IndexWatch
 from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.nodes import Attached, LocalNodes
-from kvstore.client.missing.explanation import MissReason, reason_of
-from kvstore.client.missing.readability import NO_CHECKSUM, Readability
+from kvstore.client.missing.explanation import MissReason
+from kvstore.client.missing.readability import NO_CHECKSUM, Readability, without_index
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock, fetch
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.values.out import Out
@@ -152,8 +150,7 @@ class Reader:
     def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> MissReason:
         """Count a failure of the index, and the call when it `missed` for it; return why it did."""
         self.index_failures += 1
-        others = None if self.readability is None else self.readability.only_others()
-        reason = reason_of(error) if others is None else others.reason
+        reason = without_index(self.readability, error).reason
         if missed:
             self.missed(reason)
         self._watch.failed(error)

@@ -14,7 +14,7 @@ from kvstore.limits import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, SLOT_BYTES_MIN,
 from kvstore.nodedir import Announcement
 from kvstore.protocol.block_events import endpoints_of
 from kvstore.segment.abandoned import segment_base
-from kvstore.segment.trusted_files import SHM_DIR
+from kvstore.segment.header import SHM_DIR
 from kvstore.transport.stream.security import StreamSecurity
 
 SIZE_BYTES_DEFAULT = 1 << 30

@@ -34,8 +34,7 @@ from typing import NamedTuple
 from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX
 from kvstore.nodedir import NodeDir, sweep
-from kvstore.segment.header import SUPERBLOCK_BYTES, home_of, life_of
-from kvstore.segment.trusted_files import SHM_DIR
+from kvstore.segment.header import SHM_DIR, SUPERBLOCK_BYTES, home_of, life_of
 from kvstore.system import host_clock
 from kvstore.system.filelock import FileLock, is_locked, try_lock
 from kvstore.system.small_files import read_start

@@ -63,6 +63,9 @@ from kvstore.limits import SLOT_BYTES_MIN
 from kvstore.system.host_clock import MOMENT_BYTES, Moment
 from kvstore.types import Key
 
+SHM_DIR = Path("/dev/shm")
+"""Where segments lie."""
+
 HEADER_BYTES = 64
 HINT_BYTES = 4
 TERM_BYTES = 8

@@ -18,7 +18,7 @@ from unittest import mock
 from kvstore.cli import main
 from kvstore.node.config import node_id_of
 from kvstore.nodedir import NodeDir, sweep
-from kvstore.segment.trusted_files import SHM_DIR
+from kvstore.segment.header import SHM_DIR
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "kvstore.cli")

@@ -33,7 +33,6 @@ LONG_FILES = {
     "kvstore/client/client.py": 530,
     "kvstore/client/local/control.py": 620,
     "kvstore/client/local/writer.py": 640,
-    "kvstore/client/reader.py": 480,
     "kvstore/client/session.py": 530,
     "kvstore/core/memory/allocator.py": 440,
     "kvstore/core/node.py": 570,

@@ -98,7 +98,7 @@ class Retainer:
             try:
                 answers = store.retain(asked.keys, *asked.wish)
                 results = Counter(metrics.RESULT_OF[answer] for answer in answers)
-            except KVStoreError as e:  # also a node that this user may only read
+            except KVStoreError as e:  # also a node that cannot be asked
                 why = f" ({e})"
         self._count(results)
         said = ", ".join(f"{count} {result}" for result, count in results.items())

@@ -23,8 +23,7 @@ from kvstore.nodedir import NAME_CHARS_MAX, Announcement, NodeDir, node_dirs, st
 from kvstore.rundir import RUN_DIR_ENV, run_dir, socket_path
 from kvstore.segment.abandoned import HEAD, Segment, foreign_files, segments
 from kvstore.segment.cgroup import fitting_size, memory_limit
-from kvstore.segment.header import header_file_bytes
-from kvstore.segment.trusted_files import SHM_DIR
+from kvstore.segment.header import SHM_DIR, header_file_bytes
 from kvstore.transport.cuda_memory import NAME as CUDA_IPC
 from kvstore.transport.cuda_memory import DeviceAddress
 

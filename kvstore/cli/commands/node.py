@@ -32,8 +32,8 @@ from kvstore.node.control.permissions import group_id
 from kvstore.nodedir import NodeDir, sweep
 from kvstore.segment.abandoned import free_abandoned, segments
 from kvstore.segment.cgroup import memory_limit, size_within
+from kvstore.segment.header import SHM_DIR
 from kvstore.segment.shm import files_bytes
-from kvstore.segment.trusted_files import SHM_DIR
 from kvstore.settings.toml_file import CONFIG
 from kvstore.system import numa, service_manager
 from kvstore.transport.stream.address import parse_listen

@@ -32,8 +32,8 @@ from kvstore.node import NodeConfig
 from kvstore.nodedir import NodeDir
 from kvstore.rundir import RUN_DIR_ENV
 from kvstore.segment.cgroup import check_limit, memory_limit
+from kvstore.segment.header import SHM_DIR
 from kvstore.segment.shm import check_room
-from kvstore.segment.trusted_files import SHM_DIR
 from kvstore.system import numa, service_manager
 
 NODES_MAX = 64

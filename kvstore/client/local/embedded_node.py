@@ -27,8 +27,8 @@ from kvstore.nodedir import VERSION, NodeDir
 from kvstore.rundir import listens
 from kvstore.secret import SIGNING_KEY
 from kvstore.segment.cgroup import memory_limit, size_within
+from kvstore.segment.header import SHM_DIR
 from kvstore.segment.shm import files_bytes, free_bytes
-from kvstore.segment.trusted_files import SHM_DIR
 from kvstore.system import service_manager
 from kvstore.system.background import start_in_background
 

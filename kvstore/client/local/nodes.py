@@ -1,7 +1,7 @@
 """Maps the segments of this host's nodes: each is found once and let go when its node dies.
 
 Nothing of another user's node is opened: its owner could end this process by making a file shorter
-(docs/decisions/0098-another-user-is-another-host.md). Its stream is the only way to its blocks.
+(docs/decisions/0103-another-user-is-another-host.md). Its stream is the only way to its blocks.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ from kvstore.client.missing.explanation import (
     ago,
     differences,
     listed,
-    reason_of,
 )
-from kvstore.client.missing.readability import Readability
+from kvstore.client.missing.readability import Readability, without_index
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.core.namespaces import namespace_of
 from kvstore.core.outgoing.departures import GoneWhy
@@ -126,11 +125,8 @@ class Explainer:
         try:
             (record,) = self._index.lookup([key])
         except IndexUnavailableError as e:
-            others = self._readability and self._readability.only_others()
-            if others:
-                detail = f"the node of this host cannot be read: {others.detail}; {e}"
-                return Missing(block=block, reason=others.reason, detail=detail)
-            return Missing(block=block, reason=reason_of(e), detail=str(e))
+            why = without_index(self._readability, e)
+            return Missing(block=block, reason=why.reason, detail=why.detail)
         if record is not None:
             unreadable = self._unreadable(question, record)
             if unreadable is not None:

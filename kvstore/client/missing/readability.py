@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvstore.batches import in_batches
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.missing.explanation import MissReason, Unreadable
+from kvstore.client.missing.explanation import MissReason, Unreadable, reason_of
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.announced import announced_nodes
@@ -50,6 +50,14 @@ class Reach(NamedTuple):
         """What is wrong: nothing, where the node is to serve its own host alone."""
         why, ways = self.unreadable, {*self.announcement.transports} - {CUDA_IPC}
         return None if why and why.reason is MissReason.OUT_OF_REACH and not ways else why
+
+
+def without_index(readability: Readability | None, error: IndexUnavailableError) -> Unreadable:
+    """Return why nothing is found while the index cannot be asked for this `error`."""
+    others = None if readability is None else readability.only_others()
+    if others is None:
+        return Unreadable(reason_of(error), str(error))
+    return Unreadable(others.reason, f"this host's node cannot be read: {others.detail}; {error}")
 
 
 class Readability:
@@ -93,9 +101,8 @@ class Readability:
         return known is not None and known.epoch == epoch
 
     def only_others(self) -> Unreadable | None:
-        """Return why this host's memory has nothing for this client while the index cannot be
-        asked: its nodes are other users', and no index has named them. None where that is not so.
-        """
+        """Return why this host's memory has nothing for this client: its nodes are other users',
+        and no index has named them. None where that is not so."""
         if self._nodes.mapped:
             return None
         for start, why in [*self._nodes.unmapped_because.items()]:

@@ -33,7 +33,7 @@ class ClientSession:
         self.client_id = client_id
         self.lease_path = lease_path
         self.lease_fd = lease_fd
-        """None for a reader of the group: it holds nothing, so it ends with its connection."""
+        """None for root or one of the group: it holds nothing, so it ends with its connection."""
         self.hello = 0
         """The number of its latest HELLO; a client counts on over its connections."""
         self.transport: Speaker | None = None
