@@ -360,7 +360,7 @@ import resource, sys
 from pathlib import Path
 from kvstore import Client, Limits
 url, run_dir, prefix = sys.argv[1:]
-import kvstore.segment.unmapped
+import kvstore.segment.attached
 used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 with Client(url, run_dir=Path(run_dir), key_prefix=prefix, limits=Limits(redis_timeout_s=5.0)) as c:
     resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20),) * 2)
