@@ -4,7 +4,7 @@ from __future__ import annotations
 
 CONSTANT = "is a constant now; docs/settings.md lists what can be set"
 CONSTANTS = """
-anothers_bytes_max cgroup_reserve_bytes checked_bytes_per_s_max claimed_bytes_max
+cgroup_reserve_bytes checked_bytes_per_s_max claimed_bytes_max
 cuda_ipc_drain_s cuda_ipc_nodes_max cuda_ipc_open_s
 cuda_ipc_window_bytes demote_blocks_max demote_bytes_max embedded_node_bytes_min
 event_answer_bytes_max event_answer_taken_s event_answers_max event_backlog_max event_blocks_max
@@ -21,6 +21,7 @@ weight_files_max weights_threads weights_timeout_s
 """
 REMOVED = {
     **dict.fromkeys(CONSTANTS.split(), CONSTANT),
+    "anothers_bytes_max": "is gone: another user's node is read by the stream alone",
     "cuda_batch_copies_max": "is the variable KVSTORE_CUDA_COPIES now: for 1, set it to single",
     "cuda_batch_source_order": "is any-order in the variable KVSTORE_CUDA_COPIES now",
     "cuda_batch_overlap": "is overlap in the variable KVSTORE_CUDA_COPIES now",
