@@ -35,7 +35,6 @@ from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S
 from kvstore.system import host_clock
 from kvstore.system.filelock import is_locked, try_lock
-from kvstore.system.interruption import let_through
 from kvstore.system.small_files import read_small, read_start
 from kvstore.system.small_json import parse_object
 
@@ -110,8 +109,7 @@ class Announcement:
                 return None
             known = {f.name: f.type for f in dataclasses.fields(cls)}
             found = cls(**{name: fields[name] for name in known})
-        except (KeyError, TypeError) as e:
-            let_through(e)
+        except (KeyError, TypeError):
             return None
         right = all(
             type(getattr(found, n)).__name__ == t.partition("[")[0] for n, t in known.items()
@@ -226,8 +224,7 @@ class NodeDir:
         """The free bytes that the node said last; 0 when it said nothing."""
         try:
             return int.from_bytes(read_small(self.room_path, ROOM_BYTES), "little")
-        except OSError as e:
-            let_through(e)
+        except OSError:
             return 0
 
     def keep_resets(self, kept: Mapping[str, object]) -> None:
@@ -272,16 +269,14 @@ class NodeDir:
     def announcement(self) -> Announcement | None:
         try:
             return Announcement.unpack(self._announced())
-        except OSError as e:
-            let_through(e)
+        except OSError:
             return None
 
     def stranger(self) -> Stranger | None:
         """The node, when it is of another version."""
         try:
             return stranger(self._announced())
-        except OSError as e:
-            let_through(e)
+        except OSError:
             return None
 
     def _segment_paths(self) -> list[Path]:
@@ -300,11 +295,10 @@ class NodeDir:
         return next((uid for uid in uids if uid != os.geteuid()), uids[0])
 
     def is_ours(self) -> bool:
-        """Whether it is this user's own word. False, too, when it is not there any more."""
+        """Return whether it is this user's own word. False, too, when it is not there any more."""
         try:
             return self.owner() == os.geteuid()
-        except OSError as e:
-            let_through(e)
+        except OSError:
             return False
 
     def alive(self) -> bool:
@@ -312,8 +306,7 @@ class NodeDir:
         file descriptor is left, say."""
         try:
             return is_locked(self.lock)
-        except OSError as e:
-            let_through(e)
+        except OSError:
             return True
 
     def lives_as(self, announcement: Announcement) -> bool:
@@ -321,7 +314,6 @@ class NodeDir:
         try:
             return self.alive() and Announcement.unpack(self._announced()) == announcement
         except OSError as e:
-            let_through(e)
             return not isinstance(e, FileNotFoundError)
 
     def remove(self) -> None:
@@ -355,8 +347,7 @@ def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
     """Directories of all nodes of this host, living or dead, in name order."""
     try:
         names = sorted(path.name for path in (run_dir / "nodes").iterdir())
-    except OSError as e:
-        let_through(e)
+    except OSError:
         return
     for name in names[:NODES_SCANNED_MAX]:
         with contextlib.suppress(UsageError):

@@ -14,6 +14,7 @@ from kvstore.client import arguments
 from kvstore.client.base import ResetResult
 from kvstore.client.health import Health, ask_index
 from kvstore.client.local.deadlines import until
+from kvstore.client.local.link import Grants
 from kvstore.client.missing.explanation import Explanation, Missing, MissReason
 from kvstore.client.missing.miss_query import about_block, about_value
 from kvstore.client.pinned import NotPinned, Pinned, TokenMatch
@@ -282,25 +283,25 @@ class Client(arguments.Uncopied):
         and pinned by a client there.
         """
         raw_key = self._value_key(key)
+        granted, done = Grants(), False
         try:
-            record = self._writer.pin(raw_key)
-        except (NodeUnavailableError, DeadlineError):
-            self._check_not_remote(key, raw_key)
-            raise
-        if record is None:
-            self._check_not_remote(key, raw_key)
-            return NotPinned()
-        try:
-            place = self._reader.place(raw_key, record)
-            if place is not None and self._verify and not self._reader.verified(raw_key, place):
-                place = None
-        except BaseException:  # interrupted: nobody has it
-            self._writer.unpin(raw_key, record)
-            raise
-        if place is None:
-            self._writer.unpin(raw_key, record)
-            return NotPinned()
-        return Pinned(self._writer, place, raw_key, record)
+            try:
+                pin = self._writer.pin(raw_key, granted)
+            except (NodeUnavailableError, DeadlineError):
+                self._check_not_remote(key, raw_key)
+                raise
+            if pin is None:
+                self._check_not_remote(key, raw_key)
+                return NotPinned()
+            place = self._reader.place(raw_key, pin.record)
+            if place is None or (self._verify and not self._reader.verified(raw_key, place)):
+                return NotPinned()
+            pinned = Pinned(place, pin)
+            done = True
+            return pinned
+        finally:
+            if not done:
+                granted.close()
 
     def _check_not_remote(self, key: str | bytes, raw_key: Key) -> None:
         location = self._reader.search((raw_key,)).remote.get(0)

@@ -6,15 +6,14 @@ from typing import Any, Literal, NamedTuple, Self
 
 from kvstore.client.arguments import Uncopied
 from kvstore.client.base import BlockRef
-from kvstore.client.local.host_writer import HostWriter
-from kvstore.client.pins import Memory, Pin
+from kvstore.client.pins import HeldPin, Memory
 from kvstore.client.reader import Place
 from kvstore.client.values.dtypes import Described, described
 from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
 from kvstore.segment.attached import private_pages
 from kvstore.system.memory_files import address_of
-from kvstore.types import Key, Kind
+from kvstore.types import Kind
 
 
 class TokenMatch(NamedTuple):
@@ -48,10 +47,9 @@ class Pinned(Uncopied):
     dropped too, also beyond `Client.close`. It is no pin in a forked child.
     """
 
-    def __init__(self, writer: HostWriter, place: Place, key: Key, record: bytes) -> None:
-        self._pin: Pin = (key, record)
-        self._memory: Memory | None
-        self._memory, self._pins = writer.view(self._pin, place.buffer)
+    def __init__(self, place: Place, pin: HeldPin) -> None:
+        self._pins = pin.pins
+        self._memory: Memory | None = pin.pins.hold(pin, place.buffer)
         self._attached = place.attached
         self._waits = True
         self._kind = place.kind

@@ -26,10 +26,9 @@ def commit(reservations: Sequence[AnyReservation], timeout_s: float, now: Clock)
         for saver, which in shares.items()
     ]
     try:
-        asked = ask_all(posts, lambda _: None, timeout_s, now)
-    except BaseException:
-        abort(reservations, timeout_s, now)  # ignored for those that are committed
-        raise
+        asked = ask_all(posts, timeout_s, now)
+    finally:
+        abort(reservations, timeout_s, now)  # passed over for those that were committed
     failures = [answer for answer in asked if isinstance(answer, PeerError)]
     if failures and len(failures) == len(asked):
         raise failures[0]
@@ -59,28 +58,15 @@ def _by_saver(reservations: Sequence[AnyReservation]) -> dict[Saver[Any], list[i
 
 
 def ask_all(
-    posts: Sequence[Callable[[], Later[T]]],
-    undo: Callable[[Sequence[T]], None],
-    timeout_s: float,
-    now: Clock,
+    posts: Sequence[Callable[[], Later[T]]], timeout_s: float, now: Clock
 ) -> list[list[T] | PeerError]:
     """Answers to requests that are all sent before any answer is waited for, or what failed.
-    When that is interrupted, `undo` gets the answers that nobody else will. `timeout_s` is what
-    it may take to reach all nodes."""
+    `timeout_s` is what it may take to reach all nodes."""
     laters: list[Later[T] | PeerError] = []
-    answers: list[list[T] | PeerError] = []
-    try:
-        for post, by in in_turn(posts, timeout_s, now):
-            with connecting(by):
-                laters.append(_or_failure(post))
-        answers.extend(_collected(later) for later in laters)
-    except BaseException:
-        answers.extend(_collected(later) for later in laters[len(answers) :])
-        for answer in answers:
-            if not isinstance(answer, PeerError):
-                undo(answer)
-        raise
-    return answers
+    for post, by in in_turn(posts, timeout_s, now):
+        with connecting(by):
+            laters.append(_or_failure(post))
+    return [_collected(later) for later in laters]
 
 
 def _collected(later: Later[T] | PeerError) -> list[T] | PeerError:

@@ -37,7 +37,6 @@ from kvstore.errors import (
 from kvstore.index.base import Index, KeyedRecord, KeyRecord, Place, Record, patient
 from kvstore.machine import REAL, Machine
 from kvstore.system.fork import in_each_child
-from kvstore.system.interruption import let_through
 from kvstore.system.threads import interpreter_ends
 from kvstore.types import Key
 
@@ -200,7 +199,6 @@ class GuardedIndex:
         try:
             answer = call(*args, **kwargs)
         except Exception as e:
-            let_through(e)
             self._count(side, e)
             if isinstance(e, KVStoreError):
                 raise

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 
 from kvstore.limits import NAMES_KEPT_MAX, NAMES_LOOKED_UP_MAX
-from kvstore.system.interruption import let_through
 from kvstore.system.threads import interpreter_ends
 
 NAME_KEPT_S = 6.0
@@ -51,7 +50,6 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
             error = e
             if connection is not None:
                 connection.close()
-            let_through(e)
     raise error
 
 

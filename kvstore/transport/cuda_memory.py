@@ -16,7 +16,6 @@ from kvstore.cuda.probe import PROBE_EVERY_S, read_probe
 from kvstore.errors import DeviceError
 from kvstore.limits import CUDA_IPC_NODES_MAX, CUDA_IPC_OPEN_S
 from kvstore.nodedir import Announcement
-from kvstore.system.interruption import let_through
 from kvstore.transport.registry import CUDA_IPC
 from kvstore.types import Key, Location
 
@@ -219,7 +218,6 @@ class OpenMemory:
         try:
             shared = heads.memory(timeout_s)
         except OSError as e:
-            let_through(e)
             raise DeviceError(f"the node does not hand its memory over: {e}") from e
         try:
             if shared.name != address.name:

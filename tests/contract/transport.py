@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvstore.client.local.link import Grants
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.writer import Writer
 from kvstore.errors import UsageError
@@ -49,9 +50,9 @@ class Place:
     def save(self, payload: bytes, key: Key | None = None, kind=Kind.BLOCK, meta=0):
         """(key, location) of a payload that is stored from here on."""
         key = key or fresh_key()
-        (slot,) = self.writer.reserve(Wants([key], len(payload), kind, meta), 7)
+        (slot,) = self.writer.reserve_later(Wants([key], len(payload), kind, meta), 7, Grants())()
         slot.buffer[:] = payload
-        (result,) = self.writer.commit([slot])
+        (result,) = self.writer.commit_later([slot])()
         assert result
         return key, self.location(key)
 

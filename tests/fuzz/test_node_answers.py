@@ -15,6 +15,7 @@ from seeds import fuzz
 
 from kvstore import KVStoreError, Namespace, NodeUnavailableError
 from kvstore.client.base import MissQuery, Reservation
+from kvstore.client.local.link import Grants
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.writer import Writer
 from kvstore.client.missing.explain import Explainer
@@ -141,12 +142,12 @@ def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object
     ]
     question = MissQuery(0, KEYS[0], NAMESPACE, lambda _: KEYS[1])
     return {
-        "reserve": lambda: writer.reserve(wants, NAMESPACE.id),
-        "commit": lambda: writer.commit(mine),
+        "reserve": lambda: writer.reserve_later(wants, NAMESPACE.id, Grants())(),
+        "commit": lambda: writer.commit_later(mine)(),
         "abort": lambda: writer.abort(mine),
-        "pin": lambda: writer.pin(KEYS[0]),
-        "pin_many": lambda: writer.pin_many(KEYS),
-        "unpin": lambda: writer.unpin(KEYS[0], bytes(44)),
+        "pin": lambda: writer.pin(KEYS[0], Grants()),
+        "pin_many": lambda: writer.pin_many(KEYS, Grants()),
+        "unpin": lambda: writer.unpin_many([(KEYS[0], bytes(44))]),
         "drop": lambda: writer.drop(KEYS),
         "clear": lambda: writer.clear(1),
         "stats": writer.stats,
@@ -211,12 +212,12 @@ def test_a_slot_that_reaches_out_of_the_segment_is_no_slot(
     shm.is_populated = populated
     try:
         if granted:
-            (reservation,) = writer.reserve(wants, NAMESPACE.id)
+            (reservation,) = writer.reserve_later(wants, NAMESPACE.id, Grants())()
             assert isinstance(reservation, Reservation)
             assert len(reservation.buffer) == 100
         else:
             with pytest.raises(NodeUnavailableError):
-                writer.reserve(wants, NAMESPACE.id)
+                writer.reserve_later(wants, NAMESPACE.id, Grants())()
     finally:
         broken.body = True
         writer.close()

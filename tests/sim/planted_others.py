@@ -5,8 +5,8 @@ import sys
 from planting import bug_that_needs
 
 from kvstore.client.local import control, writer
-from kvstore.client.values.put_pipeline import _Window
 from kvstore.nodedir import Announcement
+from kvstore.protocol.control import Op
 from kvstore.segment import locate
 from kvstore.segment.header import fields
 from kvstore.testing.sim.models.hosts import SimLease
@@ -67,17 +67,18 @@ def connection_kept_that_did_not_answer(patch):
 def cancelled_put_committed(patch):
     """What somebody wants no more of is sealed half written (rule 1)."""
 
-    def abort(self, reservations):
-        if reservations:
-            self.commit(reservations)
+    def give_back(self, link, handles):
+        if handles:
+            items = [(*handle, 0) for handle in link.held.still_reserved(handles)]
+            link.control.request(Op.COMMIT, items)
 
-    patch(writer.Writer, "abort", abort)
+    patch(writer.Writer, "_give_back", give_back)
 
 
 @bug_that_needs(cancelled=0.5)
 def cancelled_put_forgotten(patch):
     """Its slots stay reserved for as long as its client lives: they leak."""
-    patch(writer.Writer, "abort", writer.Writer._forget)
+    patch(writer.Writer, "_give_back", lambda self, link, handles: link.held.release(handles))
 
 
 @bug_that_needs(client_signal=3.0)
@@ -110,30 +111,16 @@ def answer_nobody_waits_for_any_more_taken(patch):
 @bug_that_needs(client_signal=3.0)
 def interrupted_put_committed(patch):
     """What was half written when a handler raised is sealed (rule 1)."""
-    real = _Window._write
+    real = writer.Writer._give_back
 
-    def write(self, first, answers):
-        writer = self._writer
-        self._writer = Committing(writer)
-        try:
-            real(self, first, answers)
-        finally:
-            self._writer = writer
-
-    patch(_Window, "_write", write)
-
-
-class Committing:
-    """Commits what a handler of signals makes a put give up."""
-
-    def __init__(self, writer):
-        self.commit_later, self._writer = writer.commit_later, writer
-
-    def abort(self, reservations):
+    def give_back(self, link, handles):
         if isinstance(sys.exc_info()[1], HandlerError):
-            self._writer.commit(reservations)
+            items = [(*handle, 0) for handle in link.held.still_reserved(handles)]
+            link.control.request(Op.COMMIT, items)
         else:
-            self._writer.abort(reservations)
+            real(self, link, handles)
+
+    patch(writer.Writer, "_give_back", give_back)
 
 
 @bug_that_needs(forked=0.8, client_kill=3.0, connection_loss=5.0)

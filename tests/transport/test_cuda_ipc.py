@@ -332,13 +332,14 @@ def test_an_address_says_what_it_was_made_of():
 
 
 def test_nobody_but_the_owner_writes(place, tmp_path):
+    from kvstore.client.local.link import Grants
     from kvstore.client.local.writer import Writer
     from kvstore.errors import KVStoreError
     from kvstore.protocol.control_requests import Wants
 
     writer = Writer(place.nodes, name="node", timeout_s=PATIENCE_S, checksums=False)
     with pytest.raises(KVStoreError):
-        writer.reserve(Wants([b"k" * 32], 100, values=[b"1" * 100]), 7)
+        writer.reserve_later(Wants([b"k" * 32], 100, values=[b"1" * 100]), 7, Grants())()
     writer.close()
     assert place.writer.ask(Drop(0, 0, [b"k" * 32])) == [False]
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from signal_handlers import ERRORS, SAID, handling, raising
+from signal_handlers import handling, raising
 
 from kvstore.cuda.base import CudaDevice
 from kvstore.errors import NodeUnavailableError
@@ -119,16 +119,13 @@ class Reader:
         """It ends in the arena."""
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_what_a_handler_of_signals_raises_is_not_taken_for_a_late_read(
-    error: type[Exception],
-) -> None:
+def test_an_interruption_is_not_taken_for_a_late_read() -> None:
     endpoint = Endpoint("agent", b"m", 1, 1, 1, bytes(4096))
     wanted = Wanted(bytes(32), Location(1, 1, 0, 0, 1, 8, 0, 0), (memoryview(bytearray(8)),))
     reader: Any = Reader()
     layout: Any = Layout()
     batch = NixlBatch(reader, endpoint, layout, [wanted], time.monotonic() + PATIENCE_S)
-    with handling(raising(error)), pytest.raises(error, match=SAID):
+    with handling(raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
         batch.read(lambda reason: pytest.fail(reason))
 
 

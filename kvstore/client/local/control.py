@@ -34,7 +34,6 @@ from kvstore.protocol.control import PROTOCOL_VERSION, Op
 from kvstore.protocol.control_replies import InvalidReplyError
 from kvstore.protocol.unpacking import OTHERS_ANSWER_BYTES_MAX, ShortMessages
 from kvstore.system.fork import in_each_child
-from kvstore.system.interruption import interruption, let_through
 
 GOODBYE_TIMEOUT_S = 1.0
 SAY_CONNECT_TIMEOUT_S = 0.05
@@ -129,8 +128,8 @@ class ControlChannel:
         self._retired = False
         self._awaited: dict[int, Ticket] = {}
         self._out_of_step = False
-        """Somebody gave up, and the node may believe that this client holds more than it
-        does: connect again."""
+        """Somebody gave up, or the connection was broken, and the node may believe that this client
+        holds more than it does: connect again."""
         self._breaker, self._saying = (
             Breaker(failures_max=FAILURES_TO_OPEN, retry_after_s=REOPEN_AFTER_S) for _ in range(2)
         )
@@ -152,7 +151,7 @@ class ControlChannel:
         op: Op,
         *args: object,
         accept: Accept = as_it_is,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
     ) -> Answer:
         """Return the node's answer, as `accept` makes it."""
         return self.collect(self.post(op, *args, accept=accept, before=before))
@@ -162,7 +161,7 @@ class ControlChannel:
         op: Op,
         *args: object,
         accept: Accept = as_it_is,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
     ) -> Ticket:
         """Send a request; `collect` gets its answer, in any order.
 
@@ -264,10 +263,8 @@ class ControlChannel:
         return DeadlineError(f"node {self.directory.name}: busy with this client's other requests")
 
     def _failed(self, error: Exception, hurried: bool) -> None:
-        """Raises what a handler of signals raised, if that is all there is to `error`."""
         self._is_new = False
         self._disconnect()
-        let_through(error)
         closed = self._breaker.state is BreakerState.CLOSED
         if hurried and closed and isinstance(error, DeadlineError):
             return
@@ -299,9 +296,8 @@ class ControlChannel:
                     return False
             except BlockingIOError:
                 return False
-            except OSError as e:
+            except OSError:
                 self._disconnect()
-                let_through(e)
                 return False
             except BaseException:  # interrupted: a part of it may have gone
                 self._disconnect()
@@ -342,6 +338,22 @@ class ControlChannel:
         """Say anew what is held before the next request: the answer to one that was given up may
         grant what nobody then holds."""
         self._out_of_step = True
+
+    def catch_up(self) -> None:
+        """Say anew what is held if the node may believe that it is more, as far as nobody has to
+        wait for it: for a client that asks nothing. Never raises for a peer's fault."""
+        if not self._out_of_step or self._breaker.state is not BreakerState.CLOSED:
+            return  # a node that is silent is asked by who needs it
+        if self._closed or self._retired or self._pid != os.getpid():
+            return
+        if self._lock._is_owned() or not self._lock.acquire(blocking=False):  # type: ignore[attr-defined]  # as in `_check_outside`
+            return
+        try:
+            self._connect(self._now() + SAY_CONNECT_TIMEOUT_S)
+        except PeerError:
+            self._disconnect()
+        finally:
+            self._lock.release()
 
     def restate(self) -> None:
         """Say anew what is held: the node takes back the rest. Never raises for a peer's fault;
@@ -407,6 +419,7 @@ class ControlChannel:
             connection.close()
             raise NodeUnavailableError(f"node {self.directory.name}: {e}") from e
         self._socket = connection
+        self._out_of_step = False  # first: who doubts from here on is not in what is said
         reserved, pinned = self._held()
         hello = [Op.HELLO, self._number(), PROTOCOL_VERSION, self._client_id]
         ticket = self._send([*hello, list(reserved), list(pinned)], give_up_at, as_it_is)
@@ -438,8 +451,8 @@ class ControlChannel:
 
     def _disconnect(self) -> None:
         """Whoever still waits for an answer will not get it."""
-        self._out_of_step = False
         if self._socket is not None:
+            self._out_of_step = True
             self._socket.close()
             self._socket = None
         awaited, self._awaited = self._awaited, {}
@@ -517,8 +530,6 @@ class ControlChannel:
             bug = InternalError(f"an answer of node {self.directory.name}: {e!r}")
             bug.__cause__ = e
             ticket.end(None, bug)
-            if interruption(e) is not None:
-                raise
 
     def _invalid_reply(self, error: Exception) -> NodeUnavailableError:
         return NodeUnavailableError(f"node {self.directory.name} sent an invalid answer: {error}")

@@ -18,12 +18,12 @@ from kvstore.batches import picked
 from kvstore.client.base import ReserveAnswer
 from kvstore.client.local.deadlines import each_within, in_turn, until
 from kvstore.client.local.host_writers import ROUNDS, HostWriters
-from kvstore.client.local.link import NodeLink
+from kvstore.client.local.link import Grants, NodeLink
 from kvstore.client.local.touched import Touched
 from kvstore.client.local.writer import Writer, nobody_here
-from kvstore.client.pins import Memory, Pin, Pins
+from kvstore.client.pins import HeldPin, Pin
 from kvstore.client.placement import Home, homes_of
-from kvstore.client.savers import abort, ask_all
+from kvstore.client.savers import ask_all
 from kvstore.core.answers import BlockRow
 from kvstore.core.memory.listed import place_of
 from kvstore.errors import (
@@ -131,6 +131,16 @@ class HostWriter(HostWriters):
     def reserve(self, wants: Wants, namespace_id: int) -> list[ReserveAnswer]:
         """Return a slot, or what became of it, for each of `wants`. Raises `NodeUnavailableError`
         or `DeadlineError` when no node answered: then nothing is reserved."""
+        granted, done = Grants(), False
+        try:
+            answers = self._reserve(wants, namespace_id, granted)
+            done = True
+            return answers
+        finally:
+            if not done:
+                granted.close()
+
+    def _reserve(self, wants: Wants, namespace_id: int, granted: Grants) -> list[ReserveAnswer]:
         if not wants.keys:
             return []
         answers: list[ReserveAnswer | None] = [None] * len(wants)
@@ -139,56 +149,52 @@ class HostWriter(HostWriters):
         without: set[NodeLink] = set()
         failure: PeerError | None = None
         each_s = 0.0
-        give_back = partial(abort, timeout_s=self.timeout_s, now=self._now)
-        try:
-            for _ in range(ROUNDS):
-                try:
-                    plan = self.plan(picked(wants.keys, todo), picked(sizes, todo), without)
-                except NodeUnavailableError as e:
-                    failure = failure or e
-                    break
-                shares = [(writer, link, picked(todo, which)) for writer, link, which in plan]
-                left: list[int] = []
-                each_s = each_s or self.each_s()
-                posts = [
-                    partial(writer.reserve_later, wants.of(which), namespace_id)
-                    for writer, _, which in shares
-                ]
-                with each_within(each_s):
-                    asked = ask_all(posts, give_back, self.timeout_s, self._now)
-                for (_, link, which), answer in zip(shares, asked, strict=True):
-                    if not isinstance(answer, PeerError):
-                        for i, one in zip(which, answer, strict=True):
-                            answers[i] = one
-                        continue
-                    failure = answer
-                    without.add(link)
-                    left += which
-                if not left:
-                    break
-                todo = sorted(left)
-        except BaseException:
-            give_back([answer for answer in answers if answer is not None])
-            raise
+        for _ in range(ROUNDS):
+            try:
+                plan = self.plan(picked(wants.keys, todo), picked(sizes, todo), without)
+            except NodeUnavailableError as e:
+                failure = failure or e
+                break
+            shares = [(writer, link, picked(todo, which)) for writer, link, which in plan]
+            left: list[int] = []
+            each_s = each_s or self.each_s()
+            posts = [
+                partial(writer.reserve_later, wants.of(which), namespace_id, granted)
+                for writer, _, which in shares
+            ]
+            with each_within(each_s):
+                asked = ask_all(posts, self.timeout_s, self._now)
+            for (_, link, which), answer in zip(shares, asked, strict=True):
+                if not isinstance(answer, PeerError):
+                    for i, one in zip(which, answer, strict=True):
+                        answers[i] = one
+                    continue
+                failure = answer
+                without.add(link)
+                left += which
+            if not left:
+                break
+            todo = sorted(left)
         if failure is not None and all(answer is None for answer in answers):
             raise failure
         return [rejected(str(failure)) if answer is None else answer for answer in answers]
 
     # --- pins, touches, deletions -------------------------------------------------
 
-    def pin(self, key: Key) -> bytes | None:
-        """Return the record of a block that now stays until `unpin(key, record)`."""
+    def pin(self, key: Key, granted: Grants) -> HeldPin | None:
+        """Return the pin of a block, which now stays as long as anybody has that; None for a
+        miss."""
         failures: list[PeerError] = []
         writers = self._likely_first((key,))
         for writer, by in in_turn(writers, self.timeout_s, self._now):
             try:
                 with until(by):
-                    record = writer.pin(key)
+                    pin = writer.pin(key, granted)
             except _GONE as e:
                 failures.append(e)
             else:
-                if record is not None:
-                    return record
+                if pin is not None:
+                    return pin
         if len(failures) == len(writers):
             raise failures[0]
         return None
@@ -203,43 +209,39 @@ class HostWriter(HostWriters):
             )
         return writers
 
-    def unpin(self, key: Key, record: bytes) -> None:
-        """Let a pin go. When it cannot be said now, the next reconnect or goodbye says it."""
-        self.unpin_many([(key, record)])
-
-    def view(self, pin: Pin, payload: memoryview) -> tuple[Memory, Pins]:
-        """Return the memory of what was just pinned; the pin ends with it (`Pins`), whoever closes
-        this meanwhile."""
-        location = unpack_record(*pin)
-        writer = None if location is None else self._of(location.node_id)
-        if writer is None:
-            raise NodeUnavailableError("the node that has pinned it is gone")
-        return writer.view(pin, payload), writer.pins
-
     def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return the record of each block that now stays until `unpin_many`; None for the
         others."""
-        records: list[bytes | None] = [None] * len(keys)
+        granted, done = Grants(), False
+        try:
+            pins = self._pin_many(keys, granted)
+            for writer in self._every():
+                mine = [(key, one) for key, one in zip(keys, pins, strict=True) if one]
+                writer.keep((key, one) for key, one in mine if one.pins is writer.pins)
+            records = [one.record if one else None for one in pins]
+            done = True
+            return records
+        finally:
+            if not done:
+                granted.close()
+
+    def _pin_many(self, keys: Sequence[Key], granted: Grants) -> list[HeldPin | None]:
+        pins: list[HeldPin | None] = [None] * len(keys)
         failures: list[PeerError] = []
         writers = self._likely_first(keys)
-        try:
-            for writer, by in in_turn(writers, self.timeout_s, self._now):
-                which = [i for i, record in enumerate(records) if record is None]
-                try:
-                    with until(by):
-                        pinned = writer.pin_many([keys[i] for i in which])
-                except _GONE as e:
-                    failures.append(e)
-                else:
-                    for i, record in zip(which, pinned, strict=True):
-                        records[i] = record
-        except BaseException:  # interrupted: nobody has those of the nodes before
-            pairs = zip(keys, records, strict=True)
-            self.unpin_many([(key, record) for key, record in pairs if record is not None])
-            raise
+        for writer, by in in_turn(writers, self.timeout_s, self._now):
+            which = [i for i, pin in enumerate(pins) if pin is None]
+            try:
+                with until(by):
+                    pinned = writer.pin_many([keys[i] for i in which], granted)
+            except _GONE as e:
+                failures.append(e)
+            else:
+                for i, pin in zip(which, pinned, strict=True):
+                    pins[i] = pin
         if len(failures) == len(writers):
             raise failures[0]
-        return records
+        return pins
 
     def unpin_many(self, pinned: Sequence[Pin]) -> None:
         """Let each of these pins go once."""

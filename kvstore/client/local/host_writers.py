@@ -242,9 +242,11 @@ class HostWriters:
         return list(self._by_name.values())
 
     def let_go(self) -> None:
-        """Unmap nodes that died; whoever only saves finds out at the next save otherwise."""
+        """Unmap nodes that died; whoever only saves finds out at the next save otherwise. Give back
+        to the others what nobody has any more."""
         for writer in self._every():
             writer.let_go()
+            writer.tidy()
 
     def _of(self, node_id: int) -> Writer | None:
         """That of a node, whichever of its starts."""

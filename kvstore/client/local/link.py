@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from operator import methodcaller
+from itertools import repeat
 from pathlib import Path
 
 from kvstore.client.local.control import ControlChannel, Held
-from kvstore.client.pins import Pin
+from kvstore.client.pins import Handle, PinRef
 from kvstore.machine import REAL, Machine
 from kvstore.nodedir import Announcement
 from kvstore.segment.attached import AttachedShm
@@ -18,109 +19,88 @@ from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key
 
 
+class Grant(weakref.ref[object]):
+    """Lives as long as the memory that one answer of a node has granted: until nobody has it, nor
+    a view of it."""
+
+    __slots__ = ("handles",)
+    handles: Sequence[Handle]
+
+
 class Holdings:
-    """(slot, generation) pairs at one start of one node that this client may still use."""
+    """Names what this client may still use at one start of one node.
+
+    Each change of `reserved` and of `pins` is one call of a function of C: a HELLO that another
+    thread says meanwhile finds all of it or nothing, and so does a handler of signals.
+    """
 
     def __init__(self) -> None:
-        self.reserved: set[tuple[int, int]] = set()
-        self.pinned: dict[tuple[int, int], int] = {}
-        self.viewed: dict[tuple[int, int], int] = {}
-        """Of `pinned`, what somebody may look at also when the client is closed."""
+        self.reserved: dict[Handle, Grant | None] = {}
+        """By (slot, generation) with whose end it is nobody's any more; None: its caller says."""
+        self.pins: set[PinRef] = set()
+        self.lost: deque[Grant] = deque()
+        """Grants that have ended, some of whose slots may be in `reserved`: the finaliser appends
+        here, and `Writer.tidy` gives back."""
 
     def said(self) -> Held:
-        # Copied at once: other threads change both, and need no lock of the connection's for it.
-        pinned = list(self.pinned.items())
-        return list(self.reserved), [(*handle, times) for handle, times in pinned if times]
+        pinned = Counter([ref.handle for ref in list(self.pins)])
+        return list(self.reserved), [(*handle, times) for handle, times in pinned.items()]
 
     def __bool__(self) -> bool:
-        return bool(self.reserved) or any(list(self.pinned.values()))
+        return bool(self.reserved) or bool(self.pins)
 
     @property
     def is_viewed(self) -> bool:
         """Whether somebody may look at something of it also when the client is closed."""
-        return any(list(self.viewed.values()))
+        return any(ref() is not None for ref in list(self.pins))
 
-    def pin(self, handles: Iterable[tuple[int, int]], also: Callable[[], object]) -> None:
-        """Count each up, and do `also`, which is to be a function of C, in one step."""
-        changed: dict[tuple[int, int], int] = {}
-        for handle in handles:
-            changed[handle] = changed.get(handle, self.pinned.get(handle, 0)) + 1
-        _in_one_step(partial(self.pinned.update, changed), also)
+    def reserve(self, handles: Sequence[Handle], owner: object) -> None:
+        """Count these as reserved until they are `released`, or `lost` with their `owner`."""
+        grant = None
+        if owner is not None:
+            grant = Grant(owner, self.lost.append)
+            grant.handles = handles
+        self.reserved.update(dict.fromkeys(handles, grant))
 
-    def unpin(
-        self,
-        handles: Sequence[tuple[int, int]],
-        also: Callable[[], object] = int,
-        *,
-        viewed: bool = False,
-    ) -> None:
-        """Do `also`, which is to be a function of C, and count each down, in one step; when it
-        raises, nothing is."""
-        counts = [self.pinned, self.viewed] if viewed else [self.pinned]
-        changes = [_less(count, handles) for count in counts]
-        _in_one_step(also, *map(partial, [count.update for count in counts], changes))
-        for count, change in zip(counts, changes, strict=True):
-            for handle in change:
-                if not count.get(handle):
-                    count.pop(handle, None)
+    def release(self, handles: Iterable[Handle]) -> None:
+        """These are not written to any more."""
+        deque(map(self.reserved.pop, handles, repeat(None)), maxlen=0)
+
+    def still_reserved(self, handles: Iterable[Handle]) -> list[Handle]:
+        return [handle for handle in handles if handle in self.reserved]
 
     def keep_viewed(self) -> None:
         """The client is closed: nothing else is in use any more."""
         self.reserved.clear()
-        self.pinned = dict(self.viewed)
+        self.pins.difference_update([ref for ref in list(self.pins) if ref() is None])
 
 
-class Granted:
-    """The slots that the answer to one request grants, until its caller has the answer.
+class Grants:
+    """Owns what the requests of one call are granted until the call has its result.
 
-    Another thread may take the answer while the caller gives up; then nobody would own the slots,
-    and each HELLO would claim them. Whichever of the two comes second takes them off again.
+    Who makes it closes it in its own `finally`, unless the result has it all. What an answer grants
+    is noted in it before it is held.
     """
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Holdings, tuple[int, int]]] = []
-        self._refused = False
+        self.asked: list[ControlChannel] = []
+        """One for each request whose answer was not read yet."""
+        self.over = False
+        """What another thread reads of an answer from here on is nobody's."""
+        self._undo: list[Callable[[], object]] = []
 
-    def note(self, held: Holdings, handles: Sequence[tuple[int, int]]) -> None:
-        """Note slots that are granted: the next HELLO says them, unless the caller has given up."""
-        self._noted += [(held, handle) for handle in handles]
-        held.reserved.update(handles)
-        if self._refused:
-            held.reserved.difference_update(handles)
+    def note(self, undo: Callable[[], object]) -> None:
+        """Have `undo` give back what an answer grants; what is given back by then is passed over
+        there."""
+        self._undo.append(undo)
 
-    def refuse(self) -> list[tuple[Holdings, tuple[int, int]]]:
-        """The caller does not get the answer: nothing of it is held. What was noted so far."""
-        self._refused = True
-        noted = list(self._noted)
-        for held, handle in noted:
-            held.reserved.discard(handle)
-        return noted
-
-
-class GrantedPins:
-    """The pins that the answers to one call grant, until its caller has them all: as `Granted`.
-    Whoever looks at it or changes it has the writer's lock."""
-
-    def __init__(self) -> None:
-        self.noted: list[Pin] = []
-        self.refused = False
-        """The caller gives up: what is granted from here on is held by nobody."""
-
-
-def _less(
-    counts: dict[tuple[int, int], int], handles: Iterable[tuple[int, int]]
-) -> dict[tuple[int, int], int]:
-    """Return what is to be changed of `counts`."""
-    changed: dict[tuple[int, int], int] = {}
-    for handle in handles:
-        changed[handle] = max(changed.get(handle, counts.get(handle, 0)) - 1, 0)
-    return changed
-
-
-def _in_one_step(*steps: Callable[[], object]) -> None:
-    """All, or up to the first that raises. Handlers of signals run between instructions of Python,
-    and this is a single one, where the steps are functions of C."""
-    deque(map(methodcaller("__call__"), steps), maxlen=0)
+    def close(self) -> None:
+        """Give back what is still held. Never raises for a peer's fault."""
+        self.over = True
+        for channel in self.asked:  # its answer may still come, and grant what nobody has
+            channel.doubt()
+        for undo in self._undo:
+            undo()
 
 
 class NodeLink:
@@ -142,39 +122,30 @@ class NodeLink:
         shm.populate_ahead()
         self.shm: AttachedShm | None = shm
         self.payload = shm.payload
+        self._whole = ctypes.c_ubyte * len(self.payload)
         self.inline_bytes = announcement.inline_bytes
         self.introduced: set[int] = set()
         """Namespaces of which this start of the node was told."""
         self.retired = False
         """No answer that comes can make anything held any more."""
 
-    def buffer(self, offset: int, size_bytes: int) -> memoryview | None:
-        """Return where to write to what the node has reserved; None for what is not in its segment,
-        or is not there any more."""
-        shm = self.shm
-        if shm is None or offset + size_bytes > shm.superblock.size_bytes:
-            return None
-        if not shm.is_populated and not shm.populate(offset, size_bytes):
-            return None
-        return self.payload[offset : offset + size_bytes]
-
     def buffers(
         self, grants: Sequence[Sequence[int]], sizes: Sequence[int]
-    ) -> list[memoryview] | None:
-        """`buffer` for each (slot, generation, offset) of its size; None when one has none."""
-        shm, payload = self.shm, self.payload
-        if shm is not None and shm.is_populated:
-            ends = [grant[2] + size for grant, size in zip(grants, sizes, strict=True)]
-            if max(ends, default=0) > len(payload):
-                return None
-            return [payload[grant[2] : end] for grant, end in zip(grants, ends, strict=True)]
-        found: list[memoryview] = []
-        for (_, _, offset), size_bytes in zip(grants, sizes, strict=True):
-            buffer = self.buffer(offset, size_bytes)
-            if buffer is None:
-                return None
-            found.append(buffer)
-        return found
+    ) -> tuple[list[memoryview], object] | None:
+        """Return where to write to the slots that the node has reserved, (slot, generation, offset)
+        of each, and an object that lives as long as any view of these; None when one is not in its
+        segment, or is not there any more."""
+        shm = self.shm
+        ends = [grant[2] + size for grant, size in zip(grants, sizes, strict=True)]
+        if shm is None or max(ends, default=0) > shm.superblock.size_bytes:
+            return None
+        if not shm.is_populated and not all(
+            shm.populate(grant[2], size) for grant, size in zip(grants, sizes, strict=True)
+        ):
+            return None
+        owner = self._whole.from_buffer(self.payload[:])
+        whole = memoryview(owner).cast("B")
+        return [whole[grant[2] : end] for grant, end in zip(grants, ends, strict=True)], owner
 
     def has_checksum(self, key: Key) -> bool:
         """Return whether the block is found here and has one; hints forget some."""

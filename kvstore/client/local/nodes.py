@@ -20,7 +20,6 @@ from kvstore.nodedir import Announcement, NodeDir, Stranger, announced, stranger
 from kvstore.record import node_start
 from kvstore.segment.attached import AttachedShm
 from kvstore.system.fork import in_each_child
-from kvstore.system.interruption import let_through
 from kvstore.transport.registry import CUDA_IPC
 
 ALIVE_CHECK_S = 0.5
@@ -208,7 +207,6 @@ class LocalNodes:
                 return None
             shm = AttachedShm(data, head, owner=owner, machine=self.machine)
         except (OSError, ValueError) as e:
-            let_through(e)
             self._unmapped(announcement, str(e))
             return None
         block = shm.superblock

@@ -13,13 +13,13 @@ from pathlib import Path
 from kvstore.batches import in_batches
 from kvstore.client.base import DeviceReservation, Later
 from kvstore.client.local.control import ControlChannel
-from kvstore.client.local.link import Granted, Holdings
+from kvstore.client.local.link import Grants, Holdings
 from kvstore.client.local.writer import NODE_SEARCH_S
 from kvstore.client.savers import answered, device_items
 from kvstore.cuda.base import CudaDevice, DeviceRange
 from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.cuda.handover import take_over
-from kvstore.errors import DeviceError, KVStoreError, PeerError
+from kvstore.errors import DeviceError, PeerError
 from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, CUDA_IPC_OPEN_S, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
@@ -108,25 +108,25 @@ class VramSaver:
 
         Never raises for a peer's fault: then all are rejected.
         """
-        answers: list[DeviceReservation | PutResult] = []
+        granted, done = Grants(), False
         try:
+            answers: list[DeviceReservation | PutResult] = []
             for batch in in_batches(keys, BATCH_KEYS_MAX):
-                answers += self._reserve(batch, size_bytes, namespace_id)
-        except BaseException:
-            for answer in answers:
-                if isinstance(answer, DeviceReservation):
-                    answer.saver.abort([answer])
-            raise
-        return answers
+                answers += self._reserve(batch, size_bytes, namespace_id, granted)
+            done = True
+            return answers
+        finally:
+            if not done:
+                granted.close()
 
     def _reserve(
-        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int, granted: Grants
     ) -> list[DeviceReservation | PutResult]:
         start = self._found()
         if start is None:
             return [NOBODY] * len(keys)
         try:
-            answers = start.reserve(keys, size_bytes, namespace_id)
+            answers = start.reserve(keys, size_bytes, namespace_id, granted)
         except PeerError as e:
             return [rejected(str(e))] * len(keys)
         raw = self._namespaces.get(namespace_id)
@@ -208,26 +208,21 @@ class _Start:
         return not self._directory.lives_as(self._announcement)
 
     def reserve(
-        self, keys: Sequence[Key], size_bytes: int, namespace_id: int
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int, granted: Grants
     ) -> list[DeviceReservation | PutResult]:
         arguments = reserve_arguments(Wants(keys, size_bytes), namespace_id, checksums=False)
-        granted = Granted()
+        accept = partial(self._granted, granted, keys, size_bytes)
+        granted.asked.append(self.control)
+        ticket = self.control.post(Op.RESERVE, *arguments, accept=accept)
         try:
-            accept = partial(self._granted, granted, keys, size_bytes)
-            answers: list[DeviceReservation | PutResult] = self.control.request(
-                Op.RESERVE, *arguments, accept=accept
-            )
-            return answers
-        except BaseException as e:
-            # After an error of ours or the node's the channel connects again, and says what is
-            # held; after an interruption the node has to be told.
-            noted = granted.refuse()
-            if noted and not isinstance(e, KVStoreError):
-                self._give_back([handle for _, handle in noted])
-            raise
+            answers: list[DeviceReservation | PutResult] = self.control.collect(ticket)
+        finally:
+            if ticket.done:
+                granted.asked.remove(self.control)
+        return answers
 
     def _granted(
-        self, granted: Granted, keys: Sequence[Key], size_bytes: int, raw: object
+        self, granted: Grants, keys: Sequence[Key], size_bytes: int, raw: object
     ) -> list[DeviceReservation | PutResult]:
         """Return what the node's answer means; from here on the slots count as held."""
         answers: list[DeviceReservation | PutResult] = []
@@ -243,9 +238,12 @@ class _Start:
                 raise InvalidReplyError("a slot outside the segment")
             memory = DeviceRange(address + offset, size_bytes, self._device.ordinal)
             answers.append(DeviceReservation(key, memory, self, slot, generation))
-        for one in answers:
-            if isinstance(one, DeviceReservation):
-                granted.note(self._held, [(one.slot, one.generation)])
+        ours = [one for one in answers if isinstance(one, DeviceReservation)]
+        slots = [(one.slot, one.generation) for one in ours]
+        granted.note(partial(self._give_back, slots))
+        self._held.reserve(slots, None)  # what a kernel writes to has no owner that ends
+        if granted.over:
+            self._held.release(slots)
         return answers
 
     def introduce(self, namespace_id: int, raw: bytes) -> None:
@@ -265,10 +263,13 @@ class _Start:
             self.abort(reservations)
             results = [rejected(str(e))] * len(reservations)
             return lambda: results
-        self._forget(reservations)
+        release = partial(self._held.release, [item[:2] for item in items])
         if self._retired:
+            release()
+            self._settle()
             return lambda: [GONE] * len(items)
-        ticket = self.control.post(Op.COMMIT, items, accept=partial(outcomes, len(items)))
+        accept = partial(outcomes, len(items))
+        ticket = self.control.post(Op.COMMIT, items, accept=accept, before=release)
         return partial(self.control.collect, ticket)
 
     def _commit(self, reservations: Sequence[DeviceReservation]) -> list[PutResult]:
@@ -279,19 +280,18 @@ class _Start:
 
     def abort(self, reservations: Sequence[DeviceReservation]) -> None:
         """See `Saver.abort`."""
-        self._forget(reservations)
         self._give_back([(r.slot, r.generation) for r in reservations])
+        self._settle()
 
-    def _give_back(self, items: Sequence[tuple[int, int]]) -> None:
-        for batch in in_batches(items, BATCH_KEYS_MAX):
+    def _give_back(self, handles: Sequence[tuple[int, int]]) -> None:
+        for batch in in_batches(self._held.still_reserved(handles), BATCH_KEYS_MAX):
+            release = partial(self._held.release, batch)
             with suppress(PeerError):
                 if not self._retired:
-                    self.control.request(Op.ABORT, batch)
-
-    def _forget(self, reservations: Sequence[DeviceReservation]) -> None:
-        """These slots are not written any more, whatever becomes of the request."""
-        self._held.reserved.difference_update((r.slot, r.generation) for r in reservations)
-        self._settle()
+                    self.control.request(Op.ABORT, batch, before=release)
+            if self._held.still_reserved(batch):
+                release()
+                self.control.doubt()
 
     def retire(self) -> None:
         """The node is gone; its memory stays while something may still be written there."""

@@ -6,30 +6,22 @@ the requests that change it (rule 5).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from typing import TypeVar, cast
 
 import xxhash
 
 from kvstore.batches import in_batches, picked
 from kvstore.client.base import Later, Reservation, ReserveAnswer
-from kvstore.client.local.control import Accept, Answer, ControlChannel, Ticket
-from kvstore.client.local.link import Granted, GrantedPins, Holdings, NodeLink
+from kvstore.client.local.control import Accept, Answer, ControlChannel, Ticket, as_it_is
+from kvstore.client.local.link import Grants, Holdings, NodeLink
 from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.pins import Memory, Pin, Pins
-from kvstore.client.savers import answered
-from kvstore.core.answers import BlockRow, Counters, PinAnswer
-from kvstore.errors import (
-    IndexUnavailableError,
-    KVStoreError,
-    NodeUnavailableError,
-    PeerError,
-    UsageError,
-)
+from kvstore.client.pins import Handle, HeldPin, Pin, PinRef, Pins
+from kvstore.core.answers import BlockRow, Counters
+from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError, UsageError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol.control import Op, join_keys
@@ -46,18 +38,13 @@ from kvstore.protocol.control_replies import (
     whole,
 )
 from kvstore.protocol.control_requests import Wants, reserve_arguments
-from kvstore.record import has_checksum, slot_of, unpack_record
+from kvstore.record import has_checksum
 from kvstore.system.fork import in_each_child
-from kvstore.system.interruption import let_through
-from kvstore.types import EXISTS, Key, Location, PutResult, Retained
+from kvstore.types import EXISTS, Key, PutResult, Retained
 
 NODE_SEARCH_S = 0.5
 """After a search that found no node, how long none is believed to be there."""
 T = TypeVar("T")
-
-
-class _OvertakenError(Exception):
-    """A handler of signals has let go meanwhile of what was to be let go."""
 
 
 class Writer:
@@ -95,7 +82,11 @@ class Writer:
         self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
-        self.pins = Pins(self._unpin_viewed, self._machine)
+        self.pins = Pins(
+            self._unpin, lambda: [link.held.pins for link in self.links()], self._machine
+        )
+        self._kept: dict[Pin, list[HeldPin]] = {}
+        """Pins that last until `unpin_many`, by what the caller has of each."""
 
     # --- the link ---------------------------------------------------------
 
@@ -162,23 +153,26 @@ class Writer:
         try:
             link = NodeLink(announcement, control, held, machine=self._machine)
         except (OSError, ValueError) as e:
-            let_through(e)
             raise NodeUnavailableError(f"segment of node {announcement.name}: {e}") from e
         # Known to be a node of this index: its blocks can be read without asking the index.
         self._nodes.segment(announcement.node_id, announcement.epoch, self._now())
         return link
 
     def _ask(self, op: Op, *args: object, accept: Callable[[NodeLink, object], T]) -> T:
-        """Ask the node; when it is gone, look for another one once."""
+        """Ask the node; once more, or another one, when it is gone or the request was not sent."""
         for last in (False, True):
-            link = self.link()
+            link, ticket = self.link(), None
             try:
-                answer: T = link.control.request(op, *args, accept=partial(accept, link))
+                ticket = link.control.post(op, *args, accept=partial(accept, link))
+                answer: T = link.control.collect(ticket)
                 return answer
             except NodeUnavailableError:
-                if last:
-                    raise
                 self._drop(link)
+                if last or (ticket is not None and self.linked is link):
+                    raise
+            finally:
+                if ticket is None or not ticket.done:
+                    link.control.doubt()
         raise AssertionError("unreachable")
 
     def _drop(self, link: NodeLink) -> None:
@@ -210,26 +204,6 @@ class Writer:
 
     # --- saving -----------------------------------------------------------
 
-    def reserve(self, wants: Wants, namespace_id: int) -> list[ReserveAnswer]:
-        """Return a slot, or what became of it, for each of `wants`; one request per
-        `BATCH_KEYS_MAX`."""
-        answers: list[ReserveAnswer] = []
-        try:
-            for batch in in_batches(range(len(wants)), BATCH_KEYS_MAX):
-                answers += self._reserve(wants.of(batch), namespace_id)
-        except BaseException:
-            self.abort([answer for answer in answers if isinstance(answer, Reservation)])
-            raise
-        return answers
-
-    def _reserve(self, wants: Wants, namespace_id: int) -> list[ReserveAnswer]:
-        try:
-            return self.reserve_later(wants, namespace_id)()
-        except NodeUnavailableError:
-            if self.linked is not None:  # this start of the node lives: it was asked in vain
-                raise
-            return self.reserve_later(wants, namespace_id)()
-
     def _register_namespace(self, namespace_id: int) -> None:
         """Tell the node once what the id stands for. After a request: then the channel is open,
         and a node that is slow costs this nothing."""
@@ -241,24 +215,30 @@ class Writer:
             link.introduced.add(namespace_id)
 
     def reserve_later(
-        self, wants: Wants, namespace_id: int, *, replaces: bool | None = None
+        self, wants: Wants, namespace_id: int, granted: Grants, *, replaces: bool | None = None
     ) -> Later[ReserveAnswer]:
-        """`reserve` in two steps: sent now, answered when called. What one request cannot carry
-        is asked and answered at once. Call it, or the slots stay reserved. It `replaces` what has
-        no checksum: by default where this client writes them."""
+        """Ask for a slot for each of `wants`, or what becomes of it: sent now, answered when
+        called. What is granted is `granted`'s, also when nobody calls. What one request cannot
+        carry is asked and answered at once. It `replaces` what has no checksum: by default where
+        this client writes them."""
         replaces = self._checksums if replaces is None else replaces
         if len(wants.keys) > BATCH_KEYS_MAX:
-            return answered(partial(self.reserve, wants, namespace_id))
+            answers: list[ReserveAnswer] = []
+            for batch in in_batches(range(len(wants)), BATCH_KEYS_MAX):
+                answers += self.reserve_later(wants.of(batch), namespace_id, granted)()
+            return lambda: answers
         link = self.link()
+        if link.held.lost:
+            self.tidy()
         arguments = reserve_arguments(wants, namespace_id, checksums=self._checksums)
-        granted = Granted()
         accept = partial(self._granted, granted, wants, link)
+        granted.asked.append(link.control)
         ticket = self._post(link, Op.RESERVE, *arguments, accept=accept)
         return partial(self._reserved, granted, link, ticket, wants, namespace_id, replaces)
 
     def _reserved(
         self,
-        granted: Granted,
+        granted: Grants,
         link: NodeLink,
         ticket: Ticket,
         wants: Wants,
@@ -267,55 +247,53 @@ class Writer:
     ) -> list[ReserveAnswer]:
         try:
             answers: list[ReserveAnswer] = self._collect(link, ticket)
-            if namespace_id not in link.introduced:
-                self._register_namespace(namespace_id)
-            if replaces and EXISTS in answers:
-                self._replace(answers, link, wants, namespace_id)
-            return answers
-        except BaseException as e:
-            self._refuse(granted, e)
-            raise
+        finally:
+            if ticket.done:
+                granted.asked.remove(link.control)
+        if namespace_id not in link.introduced:
+            self._register_namespace(namespace_id)
+        if replaces and EXISTS in answers:
+            self._replace(answers, link, wants, namespace_id, granted)
+        return answers
 
     def _replace(
-        self, answers: list[ReserveAnswer], link: NodeLink, wants: Wants, namespace_id: int
+        self,
+        answers: list[ReserveAnswer],
+        link: NodeLink,
+        wants: Wants,
+        namespace_id: int,
+        granted: Grants,
     ) -> None:
         """Reserve anew what exists without a checksum: who verifies does not read it."""
         keys = wants.keys
         rest = [i for i, a in enumerate(answers) if a == EXISTS and not link.has_checksum(keys[i])]
-        pinned = [(i, r) for i, r in zip(rest, self.pin_many(picked(keys, rest)), strict=True) if r]
-        self.unpin_many((keys[i], r) for i, r in pinned)
-        which = [i for i, r in pinned if not has_checksum(r)]
+        pinned = self.pin_many(picked(keys, rest), granted)
+        there = [(i, pin) for i, pin in zip(rest, pinned, strict=True) if pin]
+        self.pins.end([pin for _, pin in there])
+        which = [i for i, pin in there if not has_checksum(pin.record)]
         if which:
             self.drop(picked(wants.keys, which))
-            again = self.reserve_later(wants.of(which), namespace_id, replaces=False)()
+            wanted = wants.of(which)
+            again = self.reserve_later(wanted, namespace_id, granted, replaces=False)()
             for i, answer in zip(which, again, strict=True):
                 answers[i] = answer
 
-    def _refuse(self, granted: Granted, why: BaseException) -> None:
-        """Nobody gets the answer. After an error of ours or the node's the channel connects again
-        and says what is held; after an interruption the node has to be told."""
-        noted = granted.refuse()
-        self._doubt(why)
-        if noted and not isinstance(why, KVStoreError):
-            for link in self.links():
-                items = [handle for held, handle in noted if held is link.held]
-                self._give_back(link, Op.ABORT, items)
-
-    def _doubt(self, why: BaseException) -> None:
-        """After an interruption the answer may still come, and grant what nobody holds."""
-        if not isinstance(why, KVStoreError):
-            for link in self.links():
-                link.control.doubt()
-
-    def _post(self, link: NodeLink, op: Op, *args: object, accept: Accept) -> Ticket:
+    def _post(
+        self,
+        link: NodeLink,
+        op: Op,
+        *args: object,
+        accept: Accept,
+        before: Callable[[], object] | None = None,
+    ) -> Ticket:
         try:
-            return link.control.post(op, *args, accept=accept)
+            return link.control.post(op, *args, accept=accept, before=before)
         except NodeUnavailableError:
             self._drop(link)
             raise
 
     def _granted(
-        self, granted: Granted, wants: Wants, link: NodeLink, raw: object
+        self, granted: Grants, wants: Wants, link: NodeLink, raw: object
     ) -> list[ReserveAnswer]:
         """Return what the node's answer means; from here on the slots count as held."""
         node_id, epoch = link.announcement.node_id, link.announcement.epoch
@@ -327,14 +305,18 @@ class Writer:
         if not which:
             return answers
         rows = cast("Sequence[list[int]]", picked(told, which))
-        buffers = link.buffers(rows, picked(wants.each_size(), which))
-        if buffers is None:
+        found = link.buffers(rows, picked(wants.each_size(), which))
+        if found is None:
             raise InvalidReplyError("a slot outside the segment, whose file may have been cut")
+        buffers, owner = found
         handles = [(slot, generation) for slot, generation, _ in rows]
         keys = picked(wants.keys, which)
         for i, key, buffer, (slot, generation) in zip(which, keys, buffers, handles, strict=True):
             answers[i] = Reservation(key, buffer, self, node_id, epoch, slot, generation)
-        granted.note(link.held, handles)
+        granted.note(partial(self._give_back, link, handles))
+        link.held.reserve(handles, owner)
+        if granted.over:
+            link.held.release(handles)
         return answers
 
     def _collect(self, link: NodeLink, ticket: Ticket) -> Answer:
@@ -344,57 +326,83 @@ class Writer:
             self._drop(link)
             raise
 
-    def commit(self, reservations: Sequence[Reservation]) -> list[PutResult]:
-        """Seal and publish; one request per `BATCH_KEYS_MAX`."""
-        results: list[PutResult] = []
-        try:
+    def commit_later(self, reservations: Sequence[Reservation]) -> Later[PutResult]:
+        """See `Saver.commit_later`. What one request cannot carry is asked and answered at once.
+        Who calls this aborts what it leaves reserved when it raises."""
+        if len(reservations) > BATCH_KEYS_MAX:
+            results: list[PutResult] = []
             for batch in in_batches(reservations, BATCH_KEYS_MAX):
                 results += self.commit_later(batch)()
-        except BaseException:
-            self.abort(reservations[len(results) :])
-            raise
-        return results
-
-    def commit_later(self, reservations: Sequence[Reservation]) -> Later[PutResult]:
-        """`commit` in two steps: sent now, answered when called. What one request cannot carry
-        is asked and answered at once."""
-        if len(reservations) > BATCH_KEYS_MAX:
-            return answered(partial(self.commit, reservations))
+            return lambda: results
         sums: Iterable[int] = repeat(0)
         if self._checksums:
             sums = [xxhash.xxh3_64_intdigest(r.buffer) for r in reservations]
-        # Whatever becomes of the request: these buffers are not written any more.
-        forgotten = self._forget(reservations)
         link = self.link()
-        handles = forgotten.get(link, [])
+        handles = _of_node(link, reservations)
         if len(handles) < len(reservations):
             self.abort(reservations)  # those of this start, which nobody holds any more
             raise NodeUnavailableError("the node that reserved these slots is gone")
         items = [(slot, gen, checksum) for (slot, gen), checksum in zip(handles, sums)]  # noqa: B905
-        ticket = self._post(link, Op.COMMIT, items, accept=partial(outcomes, len(items)))
+        ticket = self._end(
+            link,
+            Op.COMMIT,
+            items,
+            partial(link.held.release, handles),
+            accept=partial(outcomes, len(items)),
+        )
         return partial(self._collect, link, ticket)
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """Give slots back; what cannot be said now is said by the next reconnect."""
-        self._forget(reservations)
-        link = self.linked
-        if link is not None:
-            # Of it alone: a slot of a former node may be by now what another thread writes to.
-            self._give_back(link, Op.ABORT, _of_node(link, reservations))
-
-    @staticmethod
-    def _give_back(link: NodeLink, op: Op, items: Sequence[tuple[int, int]]) -> None:
-        with suppress(PeerError):
-            for batch in in_batches(items, BATCH_KEYS_MAX):
-                link.control.request(op, batch)
-
-    def _forget(self, reservations: Sequence[Reservation]) -> dict[NodeLink, list[tuple[int, int]]]:
-        """They are not held any more: (slot, generation) of each, by the start that granted it."""
-        handles = {link: _of_node(link, reservations) for link in self.links()}
-        for link, its in handles.items():
-            link.held.reserved.difference_update(its)
+        for link in self.links():
+            self._give_back(link, _of_node(link, reservations))
         self._settle()
-        return handles
+
+    def _give_back(self, link: NodeLink, handles: Sequence[Handle]) -> None:
+        """Give back those that are still reserved."""
+        for batch in in_batches(link.held.still_reserved(handles), BATCH_KEYS_MAX):
+            self._told(link, Op.ABORT, batch, partial(link.held.release, batch))
+
+    def _told(
+        self, link: NodeLink, op: Op, handles: Sequence[Handle], forget: Callable[[], object]
+    ) -> None:
+        """End what is held, here and at the node. Never raises for a peer's fault."""
+        if link.retired:
+            forget()
+            return
+        with suppress(PeerError):
+            self._collect(link, self._end(link, op, handles, forget))
+
+    def _end(
+        self,
+        link: NodeLink,
+        op: Op,
+        items: Sequence[object],
+        forget: Callable[[], object],
+        accept: Accept = as_it_is,
+    ) -> Ticket:
+        """Send what ends something that is held, and `forget` it, as one: a HELLO in between would
+        not name it, and what was behind it take what somebody else has by then. It is forgotten
+        when the node cannot be reached, too, and still held when a handler of signals raises
+        before it is sent."""
+        try:
+            return self._post(link, op, items, accept=accept, before=forget)
+        except PeerError:
+            forget()
+            link.control.doubt()
+            raise
+
+    def tidy(self) -> None:
+        """Give back what nobody has any more, and say anew what is held where a connection was
+        broken. Never raises for a peer's fault."""
+        self.pins.settle()
+        for link in self.links():
+            for grant in list(link.held.lost):
+                self._give_back(link, grant.handles)
+                with suppress(ValueError):  # another thread was here
+                    link.held.lost.remove(grant)
+            link.control.catch_up()
+        self._settle()
 
     def links(self) -> list[NodeLink]:
         """Return the link to the node, and those to its former starts while something there is in
@@ -404,138 +412,68 @@ class Writer:
 
     # --- pins, touches, deletions -------------------------------------------
 
-    def pin(self, key: Key) -> bytes | None:
-        """Return the record of a block that now stays until `unpin`, or until its `view` is
-        gone."""
-        granted = GrantedPins()
-        try:
-            answers = self._ask(Op.PIN, key, accept=partial(self._pinned_now, [key], granted))
-        except BaseException as e:  # interrupted: nobody has it
-            self._refuse_pins(granted, e)
-            raise
+    def pin(self, key: Key, granted: Grants) -> HeldPin | None:
+        """Return the pin of a block, which now stays as long as anybody has that; None for a
+        miss."""
+        answers = self._pin([key], granted)
         answer = answers[0] if answers else None
         if isinstance(answer, str):
             raise UsageError("pin", key.hex(), answer)
         return answer
 
-    def _pinned_now(
-        self, keys: Sequence[Key], granted: GrantedPins, link: NodeLink, raw: object
-    ) -> list[PinAnswer]:
-        """Return the node's answers as they are; from here on the records among them count as held,
-        and are in `granted`, unless that is refused."""
-        answers = pins(raw)
-        pinned: list[Pin] = [
-            (key, record)
-            for key, record in zip(keys, answers, strict=False)
-            if isinstance(record, bytes)
+    def pin_many(self, keys: Sequence[Key], granted: Grants) -> list[HeldPin | None]:
+        """`pin` for each of `keys`; None for those that cannot be pinned, too."""
+        found: list[HeldPin | None] = []
+        for batch in in_batches(keys, BATCH_KEYS_MAX):
+            answers = self._pin(batch, granted)
+            told = [a if isinstance(a, HeldPin) else None for a in answers]
+            found += told + [None] * (len(batch) - len(told))
+        return found
+
+    def _pin(self, keys: Sequence[Key], granted: Grants) -> list[HeldPin | str | None]:
+        return self._ask(Op.PIN, join_keys(keys), accept=partial(self._pinned, len(keys), granted))
+
+    def _pinned(
+        self, count: int, granted: Grants, link: NodeLink, raw: object
+    ) -> list[HeldPin | str | None]:
+        """Return the node's answers; from here on the pins among them count as held."""
+        answers = [
+            HeldPin(answer, self.pins) if isinstance(answer, bytes) else answer
+            for answer in pins(raw)[:count]
         ]
-        with self._lock:
-            handles = [slot_of(record) for _, record in pinned]
-            if not granted.refused:
-                link.held.pin(handles, partial(granted.noted.extend, pinned))
+        new = [answer for answer in answers if isinstance(answer, HeldPin)]
+        refs = [pin.ref for pin in new]
+        granted.note(partial(self.pins.end, new))
+        link.held.pins.update(refs)
+        if granted.over:
+            link.held.pins.difference_update(refs)
         return answers
 
-    def _refuse_pins(self, granted: GrantedPins, why: BaseException) -> None:
-        """As `_refuse`."""
+    def keep(self, pinned: Iterable[tuple[Key, HeldPin]]) -> None:
+        """Keep these until `unpin_many`."""
         with self._lock:
-            granted.refused = True
-        self._doubt(why)
-        self.unpin_many(granted.noted)
-
-    def unpin(self, key: Key, record: bytes) -> None:
-        """Let a pin go. When it cannot be said now, the next reconnect or goodbye says it."""
-        self.unpin_many([(key, record)])
-
-    def pin_many(self, keys: Sequence[Key]) -> list[bytes | None]:
-        """Return the record of each block that now stays until `unpin_many`; None for the
-        others."""
-        records: list[bytes | None] = []
-        granted = GrantedPins()
-        try:
-            for batch in in_batches(keys, BATCH_KEYS_MAX):
-                accept = partial(self._pinned_now, batch, granted)
-                answers = self._ask(Op.PIN, join_keys(batch), accept=accept)
-                told = [a if isinstance(a, bytes) else None for a in answers[: len(batch)]]
-                records += told + [None] * (len(batch) - len(told))
-        except BaseException as e:  # also when it was interrupted: nobody has them
-            self._refuse_pins(granted, e)
-            raise
-        return records
-
-    def view(self, pin: Pin, payload: memoryview) -> Memory:
-        """Return the memory of what was just pinned (`Pins.hold`): the pin ends with it, whoever
-        closes this meanwhile."""
-        location = unpack_record(*pin)
-        with self._lock:
-            link = None if self._closed or location is None else self._link_of(location)
-            if location is None or link is None:
-                raise NodeUnavailableError("the node that has pinned it is gone")
-            handle = (location.slot, location.generation)
-            link.held.viewed[handle] = link.held.viewed.get(handle, 0) + 1
-        try:
-            return self.pins.hold(pin, payload)
-        except BaseException:
-            self._unpin_viewed(deque([pin]))
-            raise
+            for key, pin in pinned:
+                self._kept.setdefault((key, pin.record), []).append(pin)
 
     def unpin_many(self, pinned: Iterable[Pin]) -> None:
-        """Let each of these pins go once."""
-        ended = deque(pinned)
-        try:
-            self._unpin(ended, viewed=False)
-        except BaseException:  # interrupted: nobody would let the others go
-            self._unpin(ended, viewed=False)
-            raise
+        """Let each of these pins go once, of those that were kept. When it cannot be said now, the
+        next reconnect or goodbye says it."""
+        with self._lock:
+            for pin in pinned:
+                kept = self._kept.get(pin, [])
+                if kept:
+                    kept.pop()
+                if not kept:
+                    self._kept.pop(pin, None)
+        self.pins.settle()
 
-    def _unpin_viewed(self, ended: deque[Pin]) -> None:
-        self._unpin(ended, viewed=True)
-
-    def _unpin(self, ended: deque[Pin], *, viewed: bool) -> None:
-        """Let go of what is in `ended`. Each leaves it in the step that counts it down: whoever
-        interrupts, what is still there is still to be let go."""
-        shares: dict[NodeLink, list[Pin]] = {}
-        for pin in list(ended):
-            location = unpack_record(*pin)
-            link = None if location is None else self._link_of(location)
-            if link is None:
-                ended.remove(pin)
-            else:
-                shares.setdefault(link, []).append(pin)
-        for link, share in shares.items():
-            for batch in in_batches(share, BATCH_KEYS_MAX):
-                self._let_go(link, batch, ended, viewed)
+    def _unpin(self, ended: Sequence[PinRef]) -> None:
+        for link in self.links():
+            held = link.held.pins
+            for batch in in_batches([ref for ref in ended if ref in held], BATCH_KEYS_MAX):
+                handles = [ref.handle for ref in batch]
+                self._told(link, Op.UNPIN, handles, partial(held.difference_update, batch))
         self._settle()
-
-    def _let_go(
-        self, link: NodeLink, share: Sequence[Pin], ended: deque[Pin], viewed: bool
-    ) -> None:
-        """Count pins down here and at the node as one: a HELLO in between would say the smaller
-        number, and the UNPIN behind it would take a pin that somebody still has."""
-        handles = [slot_of(record) for _, record in share]
-        forgotten: list[bool] = []
-
-        def forget() -> None:
-            leave = chain(map(ended.remove, share), map(forgotten.append, [True]))
-            try:
-                with self._lock:
-                    link.held.unpin(handles, partial(deque, leave, 0), viewed=viewed)
-            except ValueError as e:  # they are not in `ended` any more
-                raise _OvertakenError from e
-
-        with suppress(_OvertakenError):
-            if not link.retired:
-                with suppress(PeerError):
-                    link.control.request(Op.UNPIN, handles, before=forget)
-            if not forgotten:
-                forget()
-
-    def _link_of(self, location: Location) -> NodeLink | None:
-        """Return the connection to the start of the node that a location is of."""
-        node = (location.node_id, location.epoch)
-        links = self.links()
-        return next(
-            (x for x in links if (x.announcement.node_id, x.announcement.epoch) == node), None
-        )
 
     def retain(self, keys: Sequence[Key], ttl_s: int, tenant: int) -> list[Retained]:
         """Keep blocks from being evicted for `ttl_s`; what became of each."""
@@ -590,6 +528,7 @@ class Writer:
         with self._lock:
             if self._closed:
                 return
+            self._kept.clear()
             links, self._closed = self.links(), True
             self.linked, self._former = None, [link for link in links if link.held.is_viewed]
             kept = list(self._former)

@@ -16,7 +16,7 @@ from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local.deadlines import connecting, each_within, in_turn
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.host_writers import ROUNDS
-from kvstore.client.local.link import NodeLink
+from kvstore.client.local.link import Grants, NodeLink
 from kvstore.client.local.writer import Writer
 from kvstore.client.values.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
@@ -279,6 +279,7 @@ class _Window:
         self._metas = metas
         self._results: list[PutResult | None] = [None] * len(wants.keys)
         self.failure: PeerError | None = None
+        self._granted = Grants()
         self._commits: list[tuple[Sequence[int], Later[PutResult]]] = []
         self._parts = self._divided(wants)
         self._ahead: Later[ReserveAnswer] | None = None
@@ -302,23 +303,22 @@ class _Window:
     def begin(self) -> None:
         """Ask for the slots of the first part."""
         check_wanted()  # small values travel in the request, and are then stored
-        self._ahead = self._writer.reserve_later(self._wants.of(self._parts[0]), self._namespace_id)
+        self._ask(self._parts[0])
+
+    def _ask(self, part: range) -> None:
+        wants = self._wants.of(part)
+        self._ahead = self._writer.reserve_later(wants, self._namespace_id, self._granted)
 
     def finish(self) -> list[PutResult | None]:
         """Return what became of each; None where the node went away or hangs: what it may still
         take is saved elsewhere too."""
         try:
-            for i, part in enumerate(self._parts):
+            for part, following in zip_longest(self._parts, self._parts[1:]):
                 assert self._ahead is not None
                 ahead, self._ahead = self._ahead, None
                 answers = ahead()
-                try:
-                    if i + 1 < len(self._parts):
-                        wants = self._wants.of(self._parts[i + 1])
-                        self._ahead = self._writer.reserve_later(wants, self._namespace_id)
-                except BaseException:
-                    self._writer.abort([a for a in answers if isinstance(a, Reservation)])
-                    raise
+                if following is not None:
+                    self._ask(following)
                 self._write(part, answers)
         except _GONE as e:
             self.failure = e
@@ -328,11 +328,14 @@ class _Window:
         return self._results
 
     def close(self) -> None:
-        """Give back what was asked for and not written."""
+        """Give back what was asked for and not committed."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            with suppress(PeerError):
-                self._writer.abort([a for a in ahead() if isinstance(a, Reservation)])
+        try:
+            if ahead is not None:
+                with suppress(PeerError):
+                    ahead()
+        finally:
+            self._granted.close()
 
     @staticmethod
     def _divided(wants: Wants) -> list[range]:
@@ -347,33 +350,27 @@ class _Window:
 
     def _write(self, part: range, answers: Sequence[ReserveAnswer]) -> None:
         """Copy into what was granted and send the commit on its way."""
-        try:
-            places, granted = self._granted(part, answers)
-            if not granted:
-                return
-            datas, metas = picked(self._datas, places), picked(self._metas, places)
-            sizes = [len(r.buffer) for r in granted]
-            every = range(len(granted))
-            for some in in_batches(every, BATCH_KEYS_MAX, sizes.__getitem__, COPY_BYTES):
-                _fill(picked(datas, some), picked(metas, some), picked(granted, some))
-                check_wanted()
-            self._commits.append((places, self._writer.commit_later(granted)))
-        except PeerError:  # of the commit: it has given them up
-            raise
-        except BaseException:  # interrupted, perhaps in the commit: then it is given up or done
-            self._writer.abort([a for a in answers if isinstance(a, Reservation)])
-            raise
+        places, slots = self._slots(part, answers)
+        if not slots:
+            return
+        datas, metas = picked(self._datas, places), picked(self._metas, places)
+        sizes = [len(r.buffer) for r in slots]
+        every = range(len(slots))
+        for some in in_batches(every, BATCH_KEYS_MAX, sizes.__getitem__, COPY_BYTES):
+            _fill(picked(datas, some), picked(metas, some), picked(slots, some))
+            check_wanted()
+        self._commits.append((places, self._writer.commit_later(slots)))
 
-    def _granted(
+    def _slots(
         self, part: range, answers: Sequence[ReserveAnswer]
     ) -> tuple[Sequence[int], Sequence[Reservation]]:
         """Which have a slot to be written to, and what it is; the others' results are noted."""
-        granted = [answer for answer in answers if isinstance(answer, Reservation)]
-        if len(granted) == len(answers):
-            return part, granted
+        slots = [answer for answer in answers if isinstance(answer, Reservation)]
+        if len(slots) == len(answers):
+            return part, slots
         for i, answer in zip(part, answers, strict=True):
             self._results[i] = None if isinstance(answer, Reservation) else answer
-        return [i for i in part if self._results[i] is None], granted
+        return [i for i in part if self._results[i] is None], slots
 
     def _collect(self) -> None:
         for places, outcomes in self._commits:

@@ -289,7 +289,7 @@ class RuleChecks:
                     == (node.core.node_id, node.core.epoch)
                 ]
                 reserved = {slot for here in held_here for slot, _ in here.reserved}
-                pinned = {slot for here in held_here for slot, _ in here.pinned}
+                pinned = {slot for here in held_here for slot, _, _ in here.said()[1]}
                 if not (set(held.reserved) <= reserved and set(held.pins) <= pinned):
                     self._world.fail(
                         f"{node.process.name} keeps {sorted(held.reserved)} and {held.pins} for "

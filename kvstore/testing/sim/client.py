@@ -340,7 +340,7 @@ class SimClient:
             self.world.count("misses")
             return
         key = self.real.namespace.value_key(name)
-        location = unpack_record(*pinned._pin)
+        location = unpack_record(key, pinned._memory.pin.record)  # type: ignore[union-attr]
         assert location is not None
         view = pinned.buffer
         seen = bytes(view)

@@ -20,7 +20,6 @@ import msgpack
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.system.background import start_in_background
-from kvstore.system.interruption import let_through
 from kvstore.transport.nixl.child import ERROR, HELLO, LATE, MODULES, OK, PACKET_BYTES_MAX
 
 log = logging.getLogger("kvstore.nixl")
@@ -127,7 +126,6 @@ class NixlProcess:
                 if left_s <= 0 or not poll.poll(left_s * 1000):
                     raise DeadlineError("timed out: its NIXL process reads nothing") from None
             except OSError as e:
-                let_through(e)
                 raise NodeUnavailableError(f"its NIXL process has ended: {e}") from e
 
     def drain(self, until: float) -> None:
@@ -168,8 +166,7 @@ def wait_for(future: Future[ChildAnswer], deadline: float, late: str) -> object:
     """The body of an `OK` answer. Raises `DeadlineError` with `late`, or `NodeUnavailableError`."""
     try:
         status, body = future.result(max(deadline - time.monotonic(), 0.0))
-    except TimeoutError as e:
-        let_through(e)
+    except TimeoutError:
         raise DeadlineError(late) from None
     if status == OK:
         return body

@@ -16,7 +16,6 @@ from kvstore.cuda.base import Copy, DeviceRange
 from kvstore.errors import DeadlineError, DeviceError, NodeUnavailableError, PeerError
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX
 from kvstore.protocol.nixl import Endpoint
-from kvstore.system.interruption import let_through
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.nixl.child import OK
 from kvstore.transport.nixl.process import ChildAnswer
@@ -136,8 +135,7 @@ class NixlBatch:
             request = self._flying[0]
             try:
                 answer = request.future.result(max(self._deadline - time.monotonic(), 0.0))
-            except TimeoutError as e:
-                let_through(e)
+            except TimeoutError:
                 return self._late(request)
             if answer.status != OK:
                 raise NodeUnavailableError(str(answer.body) or LATE_REASON)

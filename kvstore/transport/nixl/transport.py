@@ -31,7 +31,6 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.nixl import PROBE_BYTES, Endpoint
 from kvstore.protocol.stream import WireError
 from kvstore.system.fork import in_each_child
-from kvstore.system.interruption import let_through
 from kvstore.transport.base import Outcome, Read, Transport, Wanted, check_wanted
 from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
 from kvstore.transport.nixl.reader import NixlReader, Stage
@@ -242,7 +241,6 @@ class NixlTransport(Transport):
             try:
                 return self._start_reader()
             except (PeerError, OSError) as e:
-                let_through(e)
                 self._starts.failed(time.monotonic())
                 raise NodeUnavailableError(f"NIXL does not start here: {e}") from e
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.protocol.stream import FRAME_HEAD_BYTES, Frame, Message, frame, frame_body, frame_head
 from kvstore.protocol.stream_seal import PLAIN_SEALS
-from kvstore.system.interruption import let_through
 
 IOV_MAX = 256
 """Buffers in one system call; Linux takes 1024."""
@@ -134,8 +133,7 @@ class Channel:
 
 
 def _failure(error: OSError, late: str) -> DeadlineError | NodeUnavailableError:
-    """What a system call raised, as callers see it. Raises what a handler of signals raised."""
-    let_through(error)
+    """What a system call raised, as callers see it."""
     if isinstance(error, (BlockingIOError, TimeoutError)):
         return DeadlineError(late)
     return NodeUnavailableError(str(error))

@@ -35,7 +35,6 @@ from kvstore.protocol.stream import Frame, WireError, pack_read
 from kvstore.protocol.stream_reply import ReadReply, heads_bytes, tails_bytes
 from kvstore.system import tcp
 from kvstore.system.fork import in_each_child
-from kvstore.system.interruption import let_through
 from kvstore.transport.base import Outcome, Read, Transport, Wanted, check_wanted
 from kvstore.transport.stream.address import Address, parse
 from kvstore.transport.stream.channel import Channel
@@ -162,7 +161,6 @@ class StreamTransport(Transport):
         try:
             connection = tcp.connect(address.host, address.port, deadline)
         except OSError as e:
-            let_through(e)
             self.refusals.over(node)
             if isinstance(e, TimeoutError):
                 raise DeadlineError(f"node {node.name} at {address}: no connection in time") from e
@@ -180,7 +178,6 @@ class StreamTransport(Transport):
             raise type(e)(f"node {node.name} at {address}: {e}") from e
         except (OSError, ValueError) as e:  # of the TLS handshake
             connection.close()
-            let_through(e)
             self.refusals.heard(node, e)
             raise NodeUnavailableError(f"node {node.name} at {address}: {e}") from e
         self.refusals.over(node)

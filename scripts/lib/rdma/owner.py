@@ -20,6 +20,7 @@ from pathlib import Path
 import xxhash
 
 from kvstore.client.base import Reservation
+from kvstore.client.local.link import Grants
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.writer import Writer
 from kvstore.core.answers import Grant
@@ -127,10 +128,10 @@ def save_blocks(node: Node, run_dir: Path) -> list[tuple[str, list[int]]]:
     blocks = []
     for number in range(BLOCKS):
         key, payload = secrets.token_bytes(32), payload_of(number)
-        (slot,) = writer.reserve(Wants([key], BLOCK_BYTES), 1)
+        (slot,) = writer.reserve_later(Wants([key], BLOCK_BYTES), 1, Grants())()
         assert isinstance(slot, Reservation), slot
         slot.buffer[:] = payload
-        assert writer.commit([slot])[0]
+        assert writer.commit_later([slot])()[0]
         (record,) = node.index.lookup([key])
         location = unpack_record(key, record) if record is not None else None
         assert location is not None

@@ -9,7 +9,7 @@ import pytest
 from redis_servers import wait_until
 
 from kvstore import Client, KVStoreError
-from kvstore.client.local.link import Holdings
+from kvstore.client.local.control import ControlChannel
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.writer import Writer
 
@@ -30,8 +30,8 @@ POINTS = {
     "the search for nodes": (LocalNodes, "writables", put),
     "a new link": (Writer, "_joined", put),
     "a new mapping": (LocalNodes, "_add", get),
-    "the end of a pin": (Writer, "_let_go", unpin),
-    "its end over the connection": (Holdings, "unpin", unpin),
+    "the end of a pin": (Writer, "_told", unpin),
+    "its end over the connection": (ControlChannel, "_send", unpin),
 }
 
 

@@ -16,6 +16,7 @@ from stores import PATIENT, NodeProcess
 from kvstore import BlockSession, Client, Limits
 from kvstore.client.base import Reservation
 from kvstore.client.local import host_writers
+from kvstore.client.local.link import Grants
 from kvstore.client.local.writer import Writer
 from kvstore.client.placement import Home, homes_of
 from kvstore.errors import NodeUnavailableError
@@ -394,11 +395,11 @@ def test_pins_of_one_node_end_when_the_next_is_interrupted(
             assert client.put(name, b"v" * 50_000)
     pin_many, asked = Writer.pin_many, []
 
-    def interrupted(writer: Writer, keys: Sequence[Key]) -> list[bytes | None]:
+    def interrupted(writer: Writer, keys: Sequence[Key], granted: Grants) -> object:
         asked.append(writer)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return pin_many(writer, keys)
+        return pin_many(writer, keys, granted)
 
     with Client(**pair[0].client_options) as client:
         keys = [client.namespace.value_key(name) for name in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,8 @@ from kvstore import BlockSession, Client, DeadlineError, NodeUnavailableError
 from kvstore.client.base import Later, Reservation, ReserveAnswer
 from kvstore.client.local import writer as writer_module
 from kvstore.client.local.control import ControlChannel, Ticket
-from kvstore.client.local.link import Granted, Holdings
+from kvstore.client.local.link import Grants, Holdings
+from kvstore.client.local.reaper import EVERY_S
 from kvstore.client.local.writer import Wants
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.protocol.control import Op
@@ -24,6 +26,7 @@ from kvstore.types import Key
 
 SECRET = "a secret that both sides know"
 LENGTH = 100_000
+FREE_WITHIN_S = 2.0
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
 
@@ -128,10 +131,10 @@ def test_when_the_second_request_of_a_reserve_fails_nothing_is_reserved(
     (writer,) = patient.writer.writers()
     reserve = writer.reserve_later
 
-    def fails_for_one(wants: Wants, namespace_id: int) -> Later[ReserveAnswer]:
+    def fails_for_one(wants: Wants, namespace_id: int, granted: Grants) -> Later[ReserveAnswer]:
         if len(wants) == 1:
             raise DeadlineError("the node did not answer in time")
-        return reserve(wants, namespace_id)
+        return reserve(wants, namespace_id, granted)
 
     monkeypatch.setattr(writer, "reserve_later", fails_for_one)
     with pytest.raises(DeadlineError):
@@ -163,34 +166,49 @@ def test_a_reserve_that_was_interrupted_leaves_nothing_reserved(
     assert reserved(patient, KEYS[1])
 
 
-@pytest.mark.parametrize("later", [False, True])
 def test_an_answer_that_is_interrupted_on_its_way_to_the_caller_is_nobodys(
-    lasting: NodeProcess, patient: BlockSession, monkeypatch: pytest.MonkeyPatch, later: bool
+    lasting: NodeProcess, patient: BlockSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient.abort([reserved(patient, KEYS[0])])
-    (writer,) = patient.writer.writers()
     collect = ControlChannel.collect
 
     def interrupted(self: ControlChannel, ticket: Ticket) -> object:
         collect(self, ticket)
+        monkeypatch.setattr(ControlChannel, "collect", collect)
         raise KeyboardInterrupt
 
-    wants = Wants(KEYS, LENGTH)
-    with monkeypatch.context() as patched:
-        patched.setattr(ControlChannel, "collect", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            writer.reserve_later(wants, 7)() if later else writer.reserve(wants, 7)
+    monkeypatch.setattr(ControlChannel, "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        patient.reserve(KEYS, LENGTH, 7)
     assert open_reservations(lasting) == 0
     assert reserved(patient, KEYS[1])
+    assert kept.traceback, "what is kept of the call keeps nothing reserved"
 
 
-def test_what_comes_when_the_caller_has_given_up_is_not_held() -> None:
-    """Another thread takes the answer, before, while or after the caller gives up."""
-    held, granted = Holdings(), Granted()
-    granted.note(held, [(1, 1), (3, 1)])
-    granted.refuse()
-    granted.note(held, [(2, 1)])
-    assert held.reserved == set()
+def test_what_another_thread_reads_for_a_caller_that_gave_up_is_not_held(
+    patient: BlockSession, lasting: NodeProcess
+) -> None:
+    (writer,) = patient.writer.writers()
+    granted = Grants()
+    writer.reserve_later(Wants(KEYS, LENGTH), 7, granted)
+    granted.close()
+    link = writer.link()
+    assert link.control._out_of_step
+    link.control._out_of_step = False  # so that the answer is read
+    assert link.control.request(Op.STAT)["reserved"] == len(KEYS)
+    assert not link.held.reserved
+    link.control.doubt()
+    assert link.control.request(Op.STAT)["reserved"] == 0
+
+
+def test_a_reservation_that_nobody_has_is_given_back_for_a_client_that_asks_nothing(
+    lasting: NodeProcess, patient: BlockSession
+) -> None:
+    view = memoryview(reserved(patient, KEYS[2]).buffer)[10:20]
+    time.sleep(3 * EVERY_S)
+    assert open_reservations(lasting) == 1, "somebody can write to it"
+    view.release()
+    wait_until(lambda: open_reservations(lasting) == 0, "it is given back", FREE_WITHIN_S)
 
 
 def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
@@ -248,14 +266,15 @@ def test_the_lease_of_a_dead_node_is_kept_until_no_answer_of_it_can_be_taken(
 def test_what_is_held_can_be_said_while_another_thread_unpins() -> None:
     held = Holdings()
 
-    class Handle(tuple[int, int]):
-        __slots__ = ()
+    class Unpinning:
+        """A pin, in the place of a reference to one: to look at it ends it."""
 
-        def __iter__(self) -> Iterator[int]:
-            held.unpin([(9, 9)])
-            return super().__iter__()
+        @property
+        def handle(self) -> tuple[int, int]:
+            held.pins.discard(self)  # type: ignore[arg-type]
+            return (id(self), 1)
 
-    held.pinned = {Handle((1, 1)): 1, (9, 9): 1, (2, 2): 1}
+    held.pins = {Unpinning() for _ in range(3)}  # type: ignore[misc]
     _, pinned = held.said()
     assert len(pinned) == 3
 

@@ -8,13 +8,15 @@ import msgpack
 import pytest
 
 from kvstore.client.pinned import Pinned
-from kvstore.client.pins import Pins
+from kvstore.client.pins import HeldPin, Pins
+from kvstore.record import pack_place
 from kvstore.types import Kind
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-PIN = (b"k" * 32, b"record")
+PIN = (7, 1)
+"""(slot, generation)."""
 AT = 2 * mmap.PAGESIZE + 64
 
 
@@ -23,12 +25,14 @@ class Host:
 
     def __init__(self, path):
         self.ended = []
-        self.pins = Pins(lambda pins: (self.ended.extend(pins), pins.clear()))
+        self.held = set()
+        self.pins = Pins(self.unpin, lambda: [self.held])
         self.lives = True
         self.path = path
 
-    def view(self, pin, payload):
-        return self.pins.hold(pin, payload), self.pins
+    def unpin(self, refs):
+        self.ended += [ref.handle for ref in refs if ref in self.held]
+        self.held.difference_update(refs)
 
     def lives_as(self, announcement):
         return self.lives
@@ -56,7 +60,9 @@ def pinned(tmp_path, monkeypatch):
         )
         buffer = payload[AT : AT + len(value) + len(meta)]
         place = SimpleNamespace(buffer=buffer, attached=attached, kind=kind, data=value)
-        return Pinned(host, place, *PIN), host
+        pin = HeldPin(pack_place(bytes(32), 1, 1, 0, *PIN, 0, 1, 0), host.pins)
+        host.held.add(pin.ref)
+        return Pinned(place, pin), host
 
     return make
 

@@ -9,6 +9,7 @@ from batch_readers import READERS, CopiesBy, reader_of
 
 from kvstore.client import savers
 from kvstore.client.local.host_writer import HostWriter
+from kvstore.client.local.link import Grants
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.reader import Reader
 from kvstore.client.values import put_pipeline
@@ -177,17 +178,7 @@ def test_a_node_that_goes_away_meanwhile_rejects_what_is_left(writer, node, monk
 
 def test_slots_are_held_before_any_other_thread_can_reconnect(writer, monkeypatch):
     """Or the node would free them at that HELLO while their writer still writes (rule 5)."""
-    control = writer.link().control
-    request = control.request
-
-    def interrupted(op, *args, **kwargs):
-        answer = request(op, *args, **kwargs)
-        if op is Op.RESERVE:
-            control._disconnect()
-            request(Op.UNPIN, [])  # another thread's request connects again
-        return answer
-
-    monkeypatch.setattr(control, "request", interrupted)
+    connects_again_behind_an_answer(writer, monkeypatch)
     (reservation,) = writer.reserve(want(1), NAMESPACE)
     reservation.buffer[:] = bytes(40_000)
     assert savers.commit([reservation], 10.0, time.monotonic)[0].status is PutStatus.STORED
@@ -195,19 +186,25 @@ def test_slots_are_held_before_any_other_thread_can_reconnect(writer, monkeypatc
 
 def test_pins_are_held_before_any_other_thread_can_reconnect(writer, monkeypatch):
     assert all(save(writer, [b"v"]))
-    control = writer.link().control
-    request = control.request
+    connects_again_behind_an_answer(writer, monkeypatch)
+    pin = writer.pin(key(0), Grants())
+    assert pin is not None
+    assert writer.stats()["pinned"] == 1
 
-    def interrupted(op, *args, **kwargs):
-        answer = request(op, *args, **kwargs)
-        if op is Op.PIN:
-            control._disconnect()
-            request(Op.UNPIN, [])
+
+def connects_again_behind_an_answer(writer, monkeypatch):
+    """As another thread's request does, right when the next answer was read."""
+    control = writer.link().control
+    collect = control.collect
+
+    def interrupted(ticket):
+        answer = collect(ticket)
+        monkeypatch.setattr(control, "collect", collect)
+        control._disconnect()
+        control.request(Op.UNPIN, [])
         return answer
 
-    monkeypatch.setattr(control, "request", interrupted)
-    assert writer.pin(key(0)) is not None
-    assert writer.stats()["pinned"] == 1
+    monkeypatch.setattr(control, "collect", interrupted)
 
 
 def test_what_could_not_be_said_on_a_busy_channel_is_said_by_the_next_connection(writer):
@@ -259,12 +256,13 @@ def test_what_was_on_its_way_fails_with_its_connection(writer):
 def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
     """Its grants are told to nobody, so the next connection says that they are not held."""
     writer.stats()  # the first answer of a node is waited for longer
-    later = writer.writers()[0].reserve_later(want(1), NAMESPACE)
+    granted = Grants()
+    later = writer.writers()[0].reserve_later(want(1), NAMESPACE, granted)
     control = writer.link().control
     done = threading.Event()
 
     def give_up():
-        later.args[1].give_up_at = time.monotonic() + 0.05
+        later.args[2].give_up_at = time.monotonic() + 0.05
         with pytest.raises(DeadlineError):
             later()
         done.set()
@@ -281,11 +279,11 @@ def test_slots_granted_before_a_request_that_fails_are_given_back(writer, monkey
     reserve_later = one.reserve_later
     asked = []
 
-    def only_once(wants, namespace_id):
+    def only_once(wants, namespace_id, granted):
         asked.append(wants)
         if len(asked) > 1:
             raise DeadlineError("late")
-        return reserve_later(wants, namespace_id)
+        return reserve_later(wants, namespace_id, granted)
 
     monkeypatch.setattr(one, "reserve_later", only_once)
     payloads = [encode(bytes(4 * MIB)) for _ in range(2)]
@@ -305,11 +303,11 @@ def test_what_failed_is_told_though_the_node_takes_further_values(writer, monkey
     def late():
         raise DeadlineError("it was late")
 
-    def full_then_late(wants, namespace_id):
+    def full_then_late(wants, namespace_id, granted):
         asked.append(len(wants))
         if len(asked) == 1:
             return lambda: [NO_SPACE] * len(wants)
-        return late if len(asked) == 2 else reserve_later(wants, namespace_id)
+        return late if len(asked) == 2 else reserve_later(wants, namespace_id, granted)
 
     monkeypatch.setattr(one, "reserve_later", full_then_late)
     results = save(writer, [bytes(4 * MIB) for _ in range(2)])
@@ -320,7 +318,7 @@ def test_what_failed_is_told_though_the_node_takes_further_values(writer, monkey
 
 def test_a_commit_with_slots_of_a_former_start_gives_back_the_others(writer):
     one = writer.writers()[0]
-    (mine,) = one.reserve(want(1), NAMESPACE)
+    (mine,) = one.reserve_later(want(1), NAMESPACE, Grants())()
     former = mine._replace(epoch=mine.epoch - 1)
     with pytest.raises(NodeUnavailableError):
         one.commit_later([former, mine])

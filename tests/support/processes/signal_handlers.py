@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ class SignalledError(Exception):
     pass
 
 
-SAID = re.compile("^by the handler$")
 ERRORS = [SignalledError, TimeoutError, ConnectionResetError, ValueError]
 
 
@@ -27,7 +25,7 @@ def handling(handler: Callable[..., object]) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def raising(error: type[Exception]) -> Callable[..., object]:
+def raising(error: type[BaseException]) -> Callable[..., object]:
     def handler(*_: object) -> None:
         deeper()
 

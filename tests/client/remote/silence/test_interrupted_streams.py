@@ -1,4 +1,4 @@
-"""What a handler of signals raises in a call to a node of another host is its user's, no miss."""
+"""Ctrl-C in a call to a node of another host comes out of it, and costs that node nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import select
 from collections.abc import Callable
 
 import pytest
-from signal_handlers import ERRORS, SAID, handling, raising, signals_in
+from signal_handlers import handling, raising, signals_in
 
 from kvstore import Client
 from kvstore.system import tcp
@@ -26,26 +26,24 @@ READS = [(Channel, "_limit"), (Channel, "quiet"), (select, "poll"), (tcp, "addre
 SAVES = [(Channel, "_limit")]
 
 
-@pytest.mark.parametrize("error", [*ERRORS, OSError])
 @pytest.mark.parametrize(
     ("call", "owner", "name"),
     [(get, *where) for where in READS] + [(put, *where) for where in SAVES],
 )
-def test_what_a_handler_raises_costs_a_node_of_another_host_nothing(
+def test_an_interruption_costs_a_node_of_another_host_nothing(
     writer: Client,
     reader: Client,
     monkeypatch: pytest.MonkeyPatch,
     call: Callable[[Client], None],
     owner: object,
     name: str,
-    error: type[Exception],
 ) -> None:
     assert writer.put("there", b"there")
     if owner is not tcp:  # of the first connection
         assert reader.get("there") == b"there"
     with monkeypatch.context() as patched:
         signals_in(patched, owner, name)
-        with handling(raising(error)), pytest.raises(error, match=SAID):
+        with handling(raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
             call(reader)
     assert reader.get("there") == b"there"
     put(reader)
