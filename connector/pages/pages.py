@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from itertools import groupby
 
@@ -133,12 +134,11 @@ class Pages:
         answers = self.store.reserve([key for key, _, _ in batch], size_bytes, self.namespace.id)
         granted = [(i, a) for i, a in enumerate(answers) if isinstance(a, Reservation)]
         reservations = [reservation for _, reservation in granted]
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.store.abort, reservations)
             for i, reservation in granted:
                 gather(reservation.buffer, batch[i][1])
-        except BaseException:
-            self.store.abort(reservations)
-            raise
+            undo.pop_all()
         committed = iter(self.store.commit(reservations) if reservations else ())
         return [a if isinstance(a, PutResult) else next(committed) for a in answers]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector import metrics
@@ -172,12 +173,11 @@ def bring(wanted: Sequence[PrefetchBlock], store: BlockStore, results: Counter[s
             store.abort([slot])
             results["rejected"] += 1
             continue
-        try:
+        with ExitStack() as undo:
+            undo.callback(store.abort, [slot])
             copy_bytes(slot.buffer, view.buffer)
             right = view.valid()
-        except BaseException:
-            store.abort([slot])
-            raise
+            undo.pop_all()
         if not right:
             store.abort([slot])
             results["lost"] += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -143,17 +143,16 @@ class LookupBuffer:
         entry = _entry(self._base, number)
         beside = {_head(entry): prefixes.raw} if prefixes.length else {}
         sent: list[TensorMessage] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._release, sent)
+            undo.callback(self._lists.forget, number)
             sent.append(tensor_messages.send(self._client, entry, tensors, deadline))
             sent.append(TensorMessage(entry))
             values = {**beside, _turn(entry): b"1"}
             tensor_messages.keep(self._client, sent[-1], values, deadline)
             # Listed last: whoever finds it can have it.
             self._lists.add(number, prefixes, deadline)
-        except BaseException:
-            self._lists.forget(number)
-            self._release(sent)
-            raise
+            undo.pop_all()
         self._inserted.append(_Inserted(number, tuple(sent), size_bytes))
 
     def _has_room(self, size_bytes: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from connector.limits import RESET_WAIT_S
@@ -129,11 +130,11 @@ class VramStore:
             zip(keys, self.pool.reserve(keys, size_bytes, namespace_id), strict=True)
         )
         left = [key for key, answer in answers.items() if _is_rejected(answer)]
-        try:
+        with ExitStack() as undo:
+            granted = [a for a in answers.values() if isinstance(a, DeviceReservation)]
+            undo.callback(self.abort, granted)
             below = self._store.reserve(left, size_bytes, namespace_id) if left else []
-        except BaseException:
-            self.abort([a for a in answers.values() if isinstance(a, DeviceReservation)])
-            raise
+            undo.pop_all()
         answers |= zip(left, below, strict=True)
         return [answers[key] for key in keys]
 

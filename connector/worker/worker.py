@@ -459,11 +459,10 @@ class WorkerCore:
     ) -> None:
         """One reserve, one copy per block that the store does not have, one commit."""
         reserved = self._reserve(store, group, blocks)
-        try:
+        with ExitStack() as undo:
+            undo.callback(store.abort, [entry.reservation for entry in reserved])
             filled = gather_all(self._blocks, self._groups, reserved, self._clock)
-        except BaseException:
-            store.abort([entry.reservation for entry in reserved])
-            raise
+            undo.pop_all()
         kept = set(map(id, filled))
         left = [entry.reservation for entry in reserved if id(entry) not in kept]
         if left:

@@ -22,6 +22,7 @@ from kvstore.limits import PATIENT_TIMEOUT_S, Limits
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.protocol.control import Op
 from kvstore.protocol.control_replies import counters
+from kvstore.system.on_failure import on_failure
 
 LIMITS = Limits(redis_timeout_s=PATIENT_TIMEOUT_S, publish_timeout_s=2.0, request_timeout_s=5.0)
 """A person waits longer than an engine, and wants an answer rather than a miss."""
@@ -55,11 +56,8 @@ def open_client(args: argparse.Namespace, run_dir: Path, *, node: str | None = N
         run_dir=run_dir,
         limits=LIMITS,
     )
-    try:
+    with on_failure(client.close):
         client.session.index.ping()
-    except BaseException:
-        client.close()
-        raise
     return client
 
 

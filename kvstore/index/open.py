@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from kvstore.index.base import Index
 from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.limits import Limits
+from kvstore.system.on_failure import on_failure
 
 if TYPE_CHECKING:
     from kvstore.index.embedded_redis.server import EmbeddedRedis
@@ -56,7 +58,7 @@ def open_guarded(
         from kvstore.index.embedded_redis.server import EmbeddedRedis
 
         embedded = EmbeddedRedis.acquire(run_dir)
-    try:
+    with on_failure(embedded.close) if embedded is not None else nullcontext():
         where = embedded.url if embedded is not None else url or ""
         index = open_index(
             where,
@@ -64,8 +66,4 @@ def open_guarded(
             timeout_s=limits.redis_timeout_s,
             publish_timeout_s=limits.publish_timeout_s,
         )
-    except BaseException:
-        if embedded is not None:
-            embedded.close()
-        raise
     return OpenedIndex(GuardedIndex(index, waits_first=waits_first), where, embedded)

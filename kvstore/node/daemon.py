@@ -99,6 +99,7 @@ from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.system.filelock import FileLock
+from kvstore.system.on_failure import on_failure
 from kvstore.types import Key
 
 if TYPE_CHECKING:
@@ -166,12 +167,9 @@ class Node:
 
         self._thread = threading.Thread(target=run, name=f"kvstore-{self.config.name}", daemon=True)
         self._thread.start()
-        try:
+        with on_failure(self.stop):  # Ctrl-C too: nobody will have it who could stop it
             if not ready.wait(START_TIMEOUT_S):
                 raise DeadlineError(f"node {self.config.name} did not start in {START_TIMEOUT_S} s")
-        except BaseException:  # Ctrl-C too: nobody will have it who could stop it
-            self.stop()
-            raise
         if self._failure is not None:
             raise self._failure
         return self
@@ -259,13 +257,9 @@ class Node:
         started = self._begin(announcement, make_core)
         self.core, self.segment, self.announcement, self._former = started
         self._keeps = self._keeps and bool(self.core.blocks.counts["recovered"])
-        try:
+        with on_failure(self._former.close), on_failure(self.segment.close, keep=self._keeps):
             self._share_files(self.announcement)
             self._equip()
-        except BaseException:
-            self.segment.close(keep=self._keeps)
-            self._former.close()
-            raise
 
     def _node_id(self) -> int:
         """The former start's, where its segment waits: a container that is started again may have

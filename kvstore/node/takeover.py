@@ -47,6 +47,7 @@ from kvstore.segment.cuda import OwnedCuda
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm, check_room, never_fits
 from kvstore.system.filelock import fd_is_locked
+from kvstore.system.on_failure import on_failure
 from kvstore.system.threads import DaemonThreads
 
 log = logging.getLogger("kvstore.node")
@@ -167,7 +168,7 @@ def start(
             log.warning("%s: the segment that it left is not taken over", other)
         directory.remove_segment()
     clients = clients_class(directory.leases, matter=warm is not None)
-    try:
+    with on_failure(clients.close):
         if warm is not None:
             core, segment = warm
             announcement = _at(announcement, segment)
@@ -182,9 +183,6 @@ def start(
         home = str(directory.path)
         segment = segment_class(base, superblock_of(announcement), home=home, machine=machine)
         return Started(make_core(), segment, announcement, clients)
-    except BaseException:
-        clients.close()
-        raise
 
 
 def _take_over(

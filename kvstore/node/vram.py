@@ -30,6 +30,7 @@ from kvstore.node.takeover import FormerClients, Started, superblock_of
 from kvstore.node.upkeep import PutBack
 from kvstore.nodedir import Announcement
 from kvstore.segment.cuda import OwnedCuda, ServedCuda
+from kvstore.system.on_failure import on_failure
 from kvstore.system.unix_peer import peer_uid
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
 from kvstore.types import Key
@@ -98,11 +99,8 @@ class VramNode(Node):
         announcement = replace(announcement, inline_bytes=0, transports={NAME: self.device.uuid})
         # Whoever has the descriptor can write to the memory: this user's processes get it, by a
         # socket in this directory.
-        try:
+        with on_failure(self._memory.close):
             self._listen()
-        except BaseException:
-            self._memory.close()
-            raise
         address = DeviceAddress(self.device.uuid, self._memory.shared.name, self.takes_saves)
         self._handed_over = {NAME: str(address)}
         self.dir.announce(replace(announcement, transports=self._handed_over))

@@ -27,6 +27,7 @@ from kvstore.segment.header import (
     layout_of,
     newest_superblock,
 )
+from kvstore.system.on_failure import on_failure
 from kvstore.types import Key, Value
 
 _PLACE = struct.Struct("<8xI20x")
@@ -138,11 +139,8 @@ class AttachedShm(AttachedHeads):
         super().__init__(head_path, owner=owner, machine=machine)
         self._machine = machine
         superblock = self.superblock
-        try:
+        with on_failure(super().close):
             self._data = machine.map_memory(data_path, writable=writable, owner=owner)
-        except BaseException:
-            super().close()
-            raise
         if len(self._data) != superblock.size_bytes:
             super().close()
             self._data.close()

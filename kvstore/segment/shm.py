@@ -45,6 +45,7 @@ from kvstore.segment.header import (
     term,
     word,
 )
+from kvstore.system.on_failure import on_failure
 from kvstore.types import Key
 
 if TYPE_CHECKING:
@@ -284,11 +285,8 @@ class OwnedShm(OwnedHeads):
         # First the headers, whose lock says to whom both files belong.
         super().__init__(base_path, superblock, home=home, reopen=reopen, machine=machine)
         make = machine.reopen_memory if reopen else machine.create_memory
-        try:
+        with on_failure(super().close, keep=reopen):
             self._data = make(self.data_path, superblock.size_bytes)
-        except BaseException:
-            super().close(keep=reopen)
-            raise
         self._apply[Fill] = self._fill
         self._apply[Copy] = self._copy
 

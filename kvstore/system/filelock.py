@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 
 from kvstore.system.fork import in_each_child, no_forks
+from kvstore.system.on_failure import on_failure
 
 _AS_IT_IS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Another user may have put a link or a pipe where the file is to be: nobody waits for that."""
@@ -96,12 +97,9 @@ def try_lock(path: Path, *, create: bool = True) -> FileLock | None:
     when it cannot be opened for writing.
     """
     lock = FileLock(path, os.O_RDWR | (os.O_CREAT if create else 0))
-    try:
+    with on_failure(lock.release):
         if lock.take():
             return lock
-    except BaseException:
-        lock.release()
-        raise
     lock.release()
     return None
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from kvstore.errors import NoSpaceError
 from kvstore.system.filelock import FileLock, try_lock
 from kvstore.system.fork import in_each_child, no_forks
+from kvstore.system.on_failure import on_failure
 
 LOCK_WAIT_S = 1.0
 """For the lock of a file that is taken over: who looks whether it is free has it a moment."""
@@ -161,15 +162,12 @@ def _opened(path: Path, writable: bool, owner: int | None) -> tuple[int, int]:
     # Not waiting for the other end: what is named may be a pipe.
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
-    try:
+    with on_failure(os.close, fd):
         status = os.fstat(fd)
         if owner is not None and (status.st_uid != owner or not stat.S_ISREG(status.st_mode)):
             raise ValueError(f"{path} is no plain file of user {owner}")
         if status.st_size == 0:
             raise ValueError(f"{path} is empty")
-    except BaseException:
-        os.close(fd)
-        raise
     return fd, status.st_size
 
 

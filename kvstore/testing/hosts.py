@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvstore.errors import UsageError
+from kvstore.system.on_failure import on_failure
 from kvstore.testing.stopping import stop
 
 HOSTS_MAX = 26
@@ -108,11 +109,8 @@ class Hosts:
         left behind. Raises `UsageError` when there is such a cluster, which stays as it is."""
         if self.space(SWITCH) in _ip("netns", "list").split():
             raise UsageError("name", self.name, "there is such a cluster already")
-        try:
+        with on_failure(self.close):
             self._start()
-        except BaseException:
-            self.close()
-            raise
 
     def _start(self) -> None:
         switch = self.space(SWITCH)

@@ -16,6 +16,7 @@ from kvstore.cuda.probe import PROBE_EVERY_S, read_probe
 from kvstore.errors import DeviceError
 from kvstore.limits import CUDA_IPC_NODES_MAX, CUDA_IPC_OPEN_S
 from kvstore.nodedir import Announcement
+from kvstore.system.on_failure import on_failure
 from kvstore.transport.registry import CUDA_IPC
 from kvstore.types import Key, Location
 
@@ -179,11 +180,8 @@ class OpenMemory:
             known = (node.node_id, node.epoch)
             opened = self._opened.pop(known, None) or self._open(node, address, deadline)
             if opened is not None:
-                try:
+                with on_failure(self._retire, opened):
                     self._probe(opened, node, address)
-                except BaseException:
-                    self._retire(opened)
-                    raise
                 self._opened[known] = opened
                 opened.users += 1
             return opened
@@ -207,11 +205,8 @@ class OpenMemory:
         heads = self._attach(node)
         if heads is None:
             return None
-        try:
+        with on_failure(heads.close):
             return Opened(heads, self._mapped(heads, address, deadline))
-        except BaseException:
-            heads.close()
-            raise
 
     def _mapped(self, heads: Heads, address: DeviceAddress, deadline: float) -> int:
         timeout_s = min(max(deadline - time.monotonic(), MOMENT_S), CUDA_IPC_OPEN_S)

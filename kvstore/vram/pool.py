@@ -36,6 +36,7 @@ from kvstore.limits import BATCH_KEYS_MAX, SEGMENT_BYTES_MIN
 from kvstore.node.config import NodeConfig
 from kvstore.node.control.local_session import LocalSession
 from kvstore.node.vram import VramNode
+from kvstore.system.on_failure import on_failure
 from kvstore.types import NO_SPACE, Key, Kind, PutResult, rejected
 from kvstore.vram.demoter import Demoter, Holding, nothing_held
 
@@ -104,12 +105,10 @@ class VramPool:
         )
         self._checksums = DeviceChecksums(device) if store.verify == "always" else None
         self._takes_saves = takes_saves
-        try:
+        with on_failure(self._let_go):
             self.node = self._made(config)
-        except BaseException:
-            self._let_go()
-            raise
-        try:
+        free, stop = self.node.free, self.node.stop
+        with on_failure(self._let_go), on_failure(free), on_failure(stop):
             self._start(own_name=name is None)
             self._session = self.node.session()
             self.demoter = Demoter(
@@ -121,11 +120,6 @@ class VramPool:
                 holding,
             )
             self.node.on_save = self.demoter.wake
-        except BaseException:
-            self.node.stop()
-            self.node.free()
-            self._let_go()
-            raise
 
     def _let_go(self) -> None:
         if self._checksums is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
@@ -198,14 +199,13 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         def size_bytes(_: tuple[int, BlockRef]) -> int:
             return int(self.full_chunk_size_bytes + self.remote_metadata_bytes)
 
-        try:
+        with ExitStack() as undo:
+            undo.callback(_release, loaded)
             for batch in in_batches(wanted, SAVE_BATCH_BLOCKS, size_bytes, LOAD_STAGING_BYTES):
                 views = self._store.views([ref for _, ref in batch], None)
                 for (i, _), view in zip(batch, views, strict=True):
                     loaded[i] = None if view is None else self._read(view.buffer, view.valid)
-        except BaseException:
-            _release(loaded)
-            raise
+            undo.pop_all()
         self._store.touch([ref.key for i, ref in wanted if loaded[i] is not None])
         return loaded
 

@@ -20,6 +20,7 @@ from kvstore.limits import CUDA_IPC_NODES_MAX, STREAM_BLOCKS_MAX
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.segment.cuda import AttachedCuda
 from kvstore.segment.locate import locate
+from kvstore.system.on_failure import on_failure
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.cuda_ipc import CudaIpcTransport, WantedAnywhere
 from kvstore.transport.cuda_memory import NAME, DeviceAddress, DeviceBlock, DevicePlace
@@ -275,11 +276,8 @@ class VramNodes:
         known = {block.checksum, location.checksum} - {0}
         if not known:
             return False
-        try:
+        with on_failure(block.close):
             (seen,) = checksums.of([[(block.memory.address, block.memory.size_bytes)]])
-        except BaseException:
-            block.close()
-            raise
         return known == {seen}
 
     def _count(

@@ -30,6 +30,7 @@ from kvstore.index.embedded_redis import supervisor as supervisor
 from kvstore.rundir import listens, private_dir, socket_path
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.system.background import start_in_background
+from kvstore.system.on_failure import on_failure
 
 URL_ENV = "KVSTORE_URL"
 MAXMEMORY_BYTES = 256 << 20
@@ -118,20 +119,16 @@ class EmbeddedRedis:
         path = socket_path(directory / supervisor.SOCKET)
         deadline = monotonic() + ACQUIRE_TIMEOUT_S
         start = _lock(directory, supervisor.START_LOCK, fcntl.LOCK_EX, deadline)
-        users = -1
-        try:
-            users = _lock(directory, supervisor.USERS_LOCK, fcntl.LOCK_SH, deadline)
-            what = "joined" if _joined(directory, path) else "started"
-            if what == "started":
-                _start(directory, find_server(), deadline)
-            found = cls(path, users, _details(directory))
-        except BaseException:
-            if users >= 0:
-                os.close(users)
-            os.close(start)
-            _sweep(directory)
-            raise
-        os.close(start)
+        with on_failure(_sweep, directory):
+            try:
+                users = _lock(directory, supervisor.USERS_LOCK, fcntl.LOCK_SH, deadline)
+                with on_failure(os.close, users):
+                    what = "joined" if _joined(directory, path) else "started"
+                    if what == "started":
+                        _start(directory, find_server(), deadline)
+                    found = cls(path, users, _details(directory))
+            finally:
+                os.close(start)
         log.info("%s embedded Redis: pid %d, socket %s", what, found.pid, path)
         # Asked without the lock: others need not wait for it.
         if what == "joined" and not supervisor.answers(path):
@@ -204,14 +201,11 @@ def _lock(directory: Path, name: str, how: int, deadline: float) -> int:
         except FileNotFoundError:  # the directory went in between
             descriptor = -1
         if descriptor >= 0:
-            try:
+            with on_failure(os.close, descriptor):
                 while not supervisor.locked(descriptor, how) and monotonic() < deadline:
                     sleep(_POLL_S)
                 if supervisor.locked(descriptor, how) and _still_there(descriptor, directory, name):
                     return descriptor
-            except BaseException:
-                os.close(descriptor)
-                raise
             os.close(descriptor)
         if monotonic() > deadline:
             raise IndexUnavailableError(

@@ -320,6 +320,7 @@ def _scatter(
     """Put the answer of each of `wanted`, or why there is none, into `answers`."""
     taken: list[tuple[Links, Link]] = []
     sent: dict[Links, Link] = {}
+    done = False
     try:
         # In one order everywhere: two calls that hold what the other waits for would both
         # wait out their time.
@@ -345,12 +346,11 @@ def _scatter(
                 continue
             except FAILURES as e:
                 answers[links] = links.unavailable(e)
-    except BaseException:
-        for _, link in taken:
-            link.drop()  # its replies were not read
-        raise
+        done = True
     finally:
         for links, link in taken:
+            if not done:
+                link.drop()  # its replies were not read
             links.give(link)
     for links, (packed, replies) in wanted.items():
         if links in answers:

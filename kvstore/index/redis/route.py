@@ -34,6 +34,7 @@ from kvstore.index.redis.key_space import command
 from kvstore.index.redis.password import Password
 from kvstore.index.redis.url import Host, Target
 from kvstore.system import tcp
+from kvstore.system.on_failure import on_failure
 
 
 class Request(NamedTuple):
@@ -145,11 +146,8 @@ def _open(make: Callable[..., AbstractConnection], **options: object) -> Abstrac
     connection = make(
         **options, retry=Retry(NoBackoff(), 0), redis_connect_func=lambda connection: None
     )
-    try:
+    with on_failure(connection.disconnect):
         connection.connect()  # type: ignore[no-untyped-call]
-    except BaseException:
-        connection.disconnect()  # type: ignore[no-untyped-call]
-        raise
     return connection
 
 

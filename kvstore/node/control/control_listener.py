@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvstore.node.control.permissions import give
 from kvstore.node.seldom import Seldom
+from kvstore.system.on_failure import on_failure
 
 log = logging.getLogger("kvstore.node")
 
@@ -54,7 +55,7 @@ class ControlListener:
     def open(self) -> None:
         """Listen at the path, where nothing is. Raises `OSError`."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with on_failure(listener.close):
             listener.bind(str(self._path))
             # Nobody can connect before it listens, and by then the rights are right.
             if self._group is None:
@@ -64,9 +65,6 @@ class ControlListener:
             listener.setblocking(False)
             listener.listen(BACKLOG)
             self._there = self._path.lstat()
-        except BaseException:
-            listener.close()
-            raise
         self._socket = listener
         self._loop.add_reader(listener, self._accept)
 

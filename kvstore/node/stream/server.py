@@ -36,6 +36,7 @@ from kvstore.protocol.stream_handshake import (
     NodeHandshake,
 )
 from kvstore.system.descriptors import share
+from kvstore.system.on_failure import on_failure
 from kvstore.system.tcp import listen
 from kvstore.transport.nixl.child import INSTALL
 from kvstore.transport.nixl.process import installed
@@ -74,13 +75,10 @@ class StreamServer:
 
         Raises `UsageError` when the address cannot be used.
         """
-        try:
+        with on_failure(segment.close):
             if nixl is not None and not installed():
                 raise UsageError("nixl", config.nixl, f"is not installed: {INSTALL}")
             self._open(config, announcement)
-        except BaseException:
-            segment.close()
-            raise
         self._segment = segment
         self.nixl = nixl
         if self.nixl is not None:

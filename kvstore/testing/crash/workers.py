@@ -26,6 +26,7 @@ from kvstore import AsyncClient, BlockSession, Client, Limits, Namespace
 from kvstore.cli import main as kvstore
 from kvstore.client.base import Reservation
 from kvstore.errors import PeerError, UsageError
+from kvstore.system.on_failure import on_failure
 from kvstore.types import Value
 
 WRONG_BYTES = 3
@@ -184,7 +185,7 @@ class _Worker:
         fitting = [key for key, name in keys.items() if size_bytes in sizes(name)]
         answers = self._session.reserve(fitting, size_bytes, space.id)
         granted = [a for a in answers if isinstance(a, Reservation)]
-        try:
+        with on_failure(self._session.abort, granted):
             for reservation in granted:
                 value = content(keys[reservation.key], size_bytes)
                 half = size_bytes // 2
@@ -193,9 +194,6 @@ class _Worker:
                 self._pause()
                 reservation.buffer[half:] = value[half:]
                 self._join(child)
-        except BaseException:
-            self._session.abort(granted)
-            raise
         if self._rng.random() < 0.2:
             self._session.abort(granted)
         elif granted:

@@ -20,6 +20,7 @@ import msgpack
 
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.system.background import start_in_background
+from kvstore.system.on_failure import on_failure
 from kvstore.transport.nixl.child import ERROR, HELLO, LATE, MODULES, OK, PACKET_BYTES_MAX
 
 log = logging.getLogger("kvstore.nixl")
@@ -103,12 +104,8 @@ class NixlProcess:
             self._number += 1
             number = self._number
             self._waiting[number] = future
-        try:
+        with on_failure(self._waiting.pop, number, None):
             self._send(msgpack.packb([operation, number, *arguments]), deadline)
-        except BaseException:
-            with self._lock:
-                self._waiting.pop(number, None)
-            raise
         return future
 
     def _send(self, raw: bytes, deadline: float) -> None:

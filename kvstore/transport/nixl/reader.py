@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX, NIXL_REQUESTS_MAX
 from kvstore.machine import REAL
+from kvstore.system.on_failure import on_failure
 from kvstore.transport.nixl.child import ADD, OK, READ, REMOVE
 from kvstore.transport.nixl.process import ChildAnswer, NixlProcess, wait_for
 from kvstore.transport.nixl.vram import VramArena
@@ -113,16 +114,13 @@ class NixlReader:
 
         Raises `PeerError`; then nobody knows what the metadata did, and this reader is retired.
         """
-        try:
+        with on_failure(self.retire):
             former = self._agents.pop(node_id, None)
             if former is not None:
                 asked = self._process.ask(REMOVE, former, deadline=deadline)
                 wait_for(asked, deadline, "its old agent cannot be removed")
             asked = self._process.ask(ADD, agent, metadata, deadline=deadline)
             wait_for(asked, deadline, "its agent cannot be added")
-        except BaseException:
-            self.retire()
-            raise
         self._agents[node_id] = agent
 
     # --- reading ------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvstore.cuda.base import Copy, DeviceRange
 from kvstore.errors import DeadlineError, DeviceError, NodeUnavailableError, PeerError
 from kvstore.limits import NIXL_PIECES_MAX, NIXL_REQUEST_BYTES_MAX
 from kvstore.protocol.nixl import Endpoint
+from kvstore.system.on_failure import on_failure
 from kvstore.transport.base import Outcome, Read, Wanted
 from kvstore.transport.nixl.child import OK
 from kvstore.transport.nixl.process import ChildAnswer
@@ -147,12 +148,9 @@ class NixlBatch:
     def _post(self, chunks: Sequence[_Chunk], part: Part) -> None:
         """Have the chunks read into `part`. Raises `PeerError`."""
         now = time.monotonic()
-        try:
+        with on_failure(self._reader.give, part):
             stages = self._stages(chunks, part)
             future = self._reader.read(self._endpoint.agent, part, stages, self._deadline)
-        except BaseException:
-            self._reader.give(part)
-            raise
         self._flying.append(_Request(chunks, part, future, now))
 
     def _late(self, request: _Request) -> str:

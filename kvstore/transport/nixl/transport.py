@@ -31,6 +31,7 @@ from kvstore.nodedir import Announcement
 from kvstore.protocol.nixl import PROBE_BYTES, Endpoint
 from kvstore.protocol.stream import WireError
 from kvstore.system.fork import in_each_child
+from kvstore.system.on_failure import on_failure
 from kvstore.transport.base import Outcome, Read, Transport, Wanted, check_wanted
 from kvstore.transport.nixl.process import START_TIMEOUT_S, installed, wait_for
 from kvstore.transport.nixl.reader import NixlReader, Stage
@@ -311,14 +312,11 @@ def _first_read(
     to = part.number * NIXL_REQUEST_BYTES_MAX if to_vram else part.start
     part.memory[:PROBE_BYTES] = bytes(PROBE_BYTES)
     piece = _PIECE.pack(endpoint.probe_at, to, PROBE_BYTES)
-    try:
+    with on_failure(reader.give, part):
         if way is not None and arena is not None:
             way.clear(arena, part.vram, PROBE_BYTES)
         stages = [Stage(piece, endpoint.device, to_vram)]
         future = reader.read(endpoint.agent, part, stages, deadline)
-    except BaseException:
-        reader.give(part)
-        raise
     try:
         wait_for(future, deadline, "the first READ did not end in time")
         if way is not None and arena is not None:

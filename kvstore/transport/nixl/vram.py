@@ -21,6 +21,7 @@ from kvstore.cuda.base import Copy, CudaDevice, DeviceRange, Shared, Stream, add
 from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.errors import DeviceError, InternalError, NoSpaceError
 from kvstore.limits import CUDA_IPC_DRAIN_S, NIXL_REQUEST_BYTES_MAX, NIXL_REQUESTS_MAX
+from kvstore.system.on_failure import on_failure
 
 log = logging.getLogger("kvstore.nixl")
 
@@ -38,11 +39,8 @@ class VramArena:
         """Raises `DeviceError`, or `NoSpaceError` when the device has no room."""
         self._device = device
         self.address = device.allocate(ARENA_BYTES)
-        try:
+        with on_failure(device.free, self.address):
             self._shared: Shared | None = device.export(self.address)
-        except BaseException:
-            device.free(self.address)
-            raise
         self._lock = threading.Lock()
         self._users = 0
         self._ended = False
@@ -80,14 +78,15 @@ class VramArena:
             if self._ended:
                 raise DeviceError("the process that read into it has ended")
             self._users += 1
+        stays = False
         try:
             yield
         except InternalError:  # a copy from there may still run: the memory stays
+            stays = True
             raise
-        except BaseException:
-            self._used()
-            raise
-        self._used()
+        finally:
+            if not stays:
+                self._used()
 
     def _used(self) -> None:
         with self._lock:

@@ -232,7 +232,7 @@ class Pool:
         Raises `PeerError` when it cannot be had: `DeadlineError` when all are in use until
         `deadline`, which is in seconds of `time.monotonic`.
         """
-        place = _Place()
+        place, channel = _Place(), None
         try:
             with self._lock:
                 while len(self._places) >= STREAM_CONNECTIONS_PER_NODE:
@@ -243,15 +243,16 @@ class Pool:
                     self._returned.wait(left_s)
                 self._places.add(place)
                 self._taken_at = time.monotonic()
-            channel = self._kept() or self._connect(deadline)
+            taken = self._kept() or self._connect(deadline)
             with self._lock:
-                self._busy[channel] = place
+                self._busy[taken] = place
                 if self._closed:
-                    channel.break_off()
+                    taken.break_off()
+            channel = taken
             return channel
-        except BaseException:
-            self._leave(place)
-            raise
+        finally:
+            if channel is None:
+                self._leave(place)
 
     def _leave(self, place: _Place | None) -> None:
         with self._lock:
