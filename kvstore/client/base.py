@@ -342,7 +342,8 @@ class BlockStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Give everything back but memory that somebody still has a view of. Safe to call
+        twice."""
         ...
 
 

@@ -63,11 +63,15 @@ class Pins:
     def __init__(
         self,
         unpin: Callable[[Sequence[PinRef]], None],
-        held: Callable[[], Sequence[Collection[PinRef]]],
+        held: Callable[[], Sequence[Collection[object]]],
         machine: Machine = REAL,
+        *,
+        tidy: Callable[[], None] | None = None,
     ) -> None:
-        """`held` returns what has not ended, by node."""
+        """`held` returns what has not ended, by node, and what else its thread has to `tidy` for
+        when the client is closed."""
         self._unpin = unpin
+        self._tidy = tidy or self.settle
         self._held = held
         self._machine = machine
         self._pid = os.getpid()
@@ -90,14 +94,18 @@ class Pins:
         memory = (ctypes.c_ubyte * payload.nbytes).from_address(address_of(payload))
         memory.payload = payload  # type: ignore[attr-defined]  # it is kept as long
         memory.pin = pin  # type: ignore[attr-defined]  # so is this
+        self.watch()
+        weakref.finalize(pin, self._wake_up).atexit = False
+        return memory
+
+    def watch(self) -> None:
+        """Have a thread that lives as long as anything is held."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # its start was interrupted
                 self._thread = threading.Thread(target=self._run, name="kvstore-pins", daemon=True)
                 # No more threads: who closes one lets go of all that have ended.
                 with contextlib.suppress(RuntimeError):
                     self._thread.start()
-        weakref.finalize(pin, self._wake_up).atexit = False
-        return memory
 
     def end(self, pins: Sequence[HeldPin]) -> None:
         """Let these go, whoever still has them."""
@@ -140,7 +148,7 @@ class Pins:
                     if not any(self._held()):
                         self._thread = None
                         return
-            self.settle()
+            self._tidy()
 
     def after_fork_in_child(self) -> None:
         self._lock, self._settling = self._machine.lock(), self._machine.lock()

@@ -162,7 +162,7 @@ def a_pin_ends_although_a_view_lives(patch):
     def close(self):
         view, self._memory = self._memory, None
         if view is not None:
-            self._pins._unpin([self._pin])
+            self._pins.end([view.pin])
         real(self)
 
     patch(client.Pinned, "close", close)

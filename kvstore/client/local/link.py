@@ -19,7 +19,7 @@ from kvstore.segment.header import KEY_PART, fields
 from kvstore.types import Key
 
 
-class Grant(weakref.ref[object]):
+class SlotsRef(weakref.ref[object]):
     """Lives as long as the memory that one answer of a node has granted: until nobody has it, nor
     a view of it."""
 
@@ -35,10 +35,10 @@ class Holdings:
     """
 
     def __init__(self) -> None:
-        self.reserved: dict[Handle, Grant | None] = {}
+        self.reserved: dict[Handle, SlotsRef | None] = {}
         """By (slot, generation) with whose end it is nobody's any more; None: its caller says."""
         self.pins: set[PinRef] = set()
-        self.lost: deque[Grant] = deque()
+        self.lost: deque[SlotsRef] = deque()
         """Grants that have ended, some of whose slots may be in `reserved`: the finaliser appends
         here, and `Writer.tidy` gives back."""
 
@@ -52,13 +52,15 @@ class Holdings:
     @property
     def is_viewed(self) -> bool:
         """Whether somebody may look at something of it also when the client is closed."""
-        return any(ref() is not None for ref in list(self.pins))
+        grants = [grant for grant in list(self.reserved.values()) if grant is not None]
+        owners: list[Callable[[], object]] = [*list(self.pins), *grants]
+        return any(owner() is not None for owner in owners)
 
     def reserve(self, handles: Sequence[Handle], owner: object) -> None:
         """Count these as reserved until they are `released`, or `lost` with their `owner`."""
         grant = None
         if owner is not None:
-            grant = Grant(owner, self.lost.append)
+            grant = SlotsRef(owner, self.lost.append)
             grant.handles = handles
         self.reserved.update(dict.fromkeys(handles, grant))
 
@@ -71,7 +73,8 @@ class Holdings:
 
     def keep_viewed(self) -> None:
         """The client is closed: nothing else is in use any more."""
-        self.reserved.clear()
+        reserved = list(self.reserved.items())
+        self.release([handle for handle, grant in reserved if grant is None or grant() is None])
         self.pins.difference_update([ref for ref in list(self.pins) if ref() is None])
 
 

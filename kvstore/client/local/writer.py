@@ -6,7 +6,7 @@ the requests that change it (rule 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
@@ -82,9 +82,7 @@ class Writer:
         self._former: list[NodeLink] = []
         """Of nodes that are gone, while something of theirs is still in somebody's hands: the
         next start may use the same memory, and the lease keeps it off those slots."""
-        self.pins = Pins(
-            self._unpin, lambda: [link.held.pins for link in self.links()], self._machine
-        )
+        self.pins = Pins(self._unpin, self._held, self._machine, tidy=self.tidy)
         self._kept: dict[Pin, list[HeldPin]] = {}
         """Pins that last until `unpin_many`, by what the caller has of each."""
 
@@ -190,6 +188,10 @@ class Writer:
         link = self.linked
         if link is not None:
             self._drop(link)
+
+    def _held(self) -> list[Collection[object]]:
+        holdings = [link.held for link in self.links()]
+        return [*[held.pins for held in holdings], *[held.reserved for held in holdings]]
 
     def _settle(self) -> None:
         """Let the leases of former nodes go when nothing of theirs is in use any more."""
@@ -522,8 +524,9 @@ class Writer:
         self._lock = self._machine.lock()  # a thread of the parent may have had it
 
     def close(self) -> None:
-        """Give back everything but pins that somebody still has a view of: their nodes are told
-        so, and the lease stays until the last of them has ended. Safe to call twice."""
+        """Give back everything but pins and reserved memory that somebody still has a view of:
+        their nodes are told so, and the lease stays until the last of them has ended. Safe to call
+        twice."""
         self.pins.settle()
         with self._lock:
             if self._closed:
@@ -537,6 +540,8 @@ class Writer:
                 link.control.close()
             elif not link.retired:
                 link.linger()
+        if kept:
+            self.pins.watch()
 
 
 def _retained(count: int, _link: NodeLink, raw: object) -> list[Retained]:

@@ -211,6 +211,16 @@ def test_a_reservation_that_nobody_has_is_given_back_for_a_client_that_asks_noth
     wait_until(lambda: open_reservations(lasting) == 0, "it is given back", FREE_WITHIN_S)
 
 
+def test_memory_that_somebody_can_write_to_outlives_its_client(lasting: NodeProcess) -> None:
+    with closing(BlockSession(**lasting.client_options)) as session:
+        view = memoryview(reserved(session, KEYS[3]).buffer)[10:20]
+    time.sleep(3 * EVERY_S)
+    assert open_reservations(lasting) == 1
+    view[:] = bytes(10)
+    view.release()
+    wait_until(lambda: open_reservations(lasting) == 0, "it is given back", FREE_WITHIN_S)
+
+
 def test_a_record_that_a_dead_node_left_keeps_nobody_from_saving_elsewhere(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
