@@ -35,6 +35,9 @@ END_TIMEOUT_S = 30.0
 
 ANSWER_TIMEOUT_S = 5.0
 """How long the node in VRAM may take to answer; then it is asked again later."""
+IN_DOUBT: list[object] = []
+"""What devices may still write to, and what holds it, for as long as this process lives: reserved
+memory that nobody has would be given back."""
 
 
 Holding = Callable[[Iterable[memoryview]], AbstractContextManager[None]]
@@ -107,6 +110,9 @@ class Demoter:
                 pass
         except KVStoreError as e:
             log.error("blocks in VRAM are no longer moved to host memory: %s", e)
+        finally:
+            if self._in_doubt:
+                IN_DOUBT.append(self._in_doubt)
 
     def _step(self, free_bytes: int) -> bool:
         """Move some of the coldest blocks, unless `free_bytes` are free. Returns False when that is

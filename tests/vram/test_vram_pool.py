@@ -228,6 +228,7 @@ def test_an_orderly_end_takes_blocks_down(node, model_dir, consumer):
 
 def test_a_device_that_hangs_keeps_what_its_copies_use(node, model_dir, monkeypatch):
     monkeypatch.setattr(demoter, "CUDA_IPC_DRAIN_S", 0.2)
+    monkeypatch.setattr(demoter, "IN_DOUBT", [])
     producer = Producer(node.client_options, model_dir, 2 * MIB)
     producer.save(*range(10))
     producer.device.hold.clear()
@@ -238,6 +239,7 @@ def test_a_device_that_hangs_keeps_what_its_copies_use(node, model_dir, monkeypa
     assert reserved > 0, "no slot below is given back while it may be written to"
     producer.pool.stop(0.0)
     assert list(model_dir.glob("?" * 32)), "nor is the memory that is read"
+    assert demoter.IN_DOUBT, "nor are they given back when nobody has the pool any more"
     producer.device.hold.set()
     producer.stream.close()
     producer.store.close()

@@ -1,4 +1,5 @@
-"""Lets dead nodes go, on a thread, for a client that asks nothing meanwhile."""
+"""Keeps house on a thread for a client that asks nothing meanwhile: dead nodes are let go, and what
+nobody has any more is given back to the others."""
 
 from __future__ import annotations
 
