@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from kvstore.nodedir import (
     Announcement,
     NodeDir,
     Stranger,
-    node_dirs,
     stranger,
     strangers,
     sweep,
@@ -274,45 +272,3 @@ def test_where_nobody_can_look_a_node_is_taken_for_alive(
     assert not one.lives_as(WORD)
     monkeypatch.setattr(nodedir, "read_small", refused)
     assert one.lives_as(word)
-
-
-# --- handlers of signals ----------------------------------------------------
-
-
-class AlarmError(OSError, ValueError):
-    """Raised by a handler of signals."""
-
-
-READS: dict[str, Callable[[NodeDir], object]] = {
-    "announcement": NodeDir.announcement,
-    "stranger": NodeDir.stranger,
-    "room": NodeDir.room,
-    "alive": NodeDir.alive,
-    "lives_as": lambda one: one.lives_as(WORD),
-    "unpack": lambda _: Announcement.unpack(WORD.pack()),
-    "a stranger's word": lambda _: stranger(WORD.pack()),
-    "node_dirs": lambda one: list(node_dirs(one.path.parents[1])),
-}
-
-
-@pytest.mark.parametrize("way", READS)
-def test_what_a_handler_of_signals_raises_is_nobodys_answer(
-    one: NodeDir, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def handle(*_: object) -> None:
-        raise AlarmError
-
-    def signalled(*_: object, **__: object) -> Any:
-        signal.raise_signal(signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(nodedir, "read_small", signalled)
-            patched.setattr(nodedir, "is_locked", signalled)
-            patched.setattr(nodedir.json, "loads", signalled)
-            patched.setattr(Path, "iterdir", signalled)
-            with pytest.raises(AlarmError):
-                READS[way](one)
-    finally:
-        signal.signal(signal.SIGUSR1, before)

@@ -3,7 +3,6 @@ on another host (reader_parts.py)."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -294,26 +293,6 @@ def test_what_cannot_be_made_of_its_description_is_lost(owned: OwnedShm, place: 
     assert place.reader.miss_reasons == {"load-failed": 1}
     assert place.reader.remembered == {}
     assert place.nodes.checks == 1
-
-
-def test_what_a_handler_of_signals_raises_is_no_damage(
-    owned: OwnedShm, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class AlarmError(ValueError):
-        pass
-
-    def handle(*_: object) -> None:
-        raise AlarmError
-
-    described(owned)
-    make = "kvstore.client.values.tensors.make"
-    monkeypatch.setattr(make, lambda *_: signal.raise_signal(signal.SIGUSR1))
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with pytest.raises(AlarmError):
-            place.getter.get(KEY, None)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_array_is_made_of_its_bytes_here_and_of_another_host(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,20 +108,3 @@ def test_who_waited_while_another_thread_mapped_it_has_the_same_segment(
         patched.setattr(nodes, "_lock", lock())
         found = nodes.segment(1, 1, 0.0)
     assert nodes.mapped == (found,)
-
-
-def test_what_a_handler_of_signals_raises_while_a_segment_is_mapped_is_not_lost(
-    nodes: LocalNodes, node: NodeOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def handle(*_: object) -> None:
-        raise TimeoutError
-
-    node(1)
-    signalled = "kvstore.client.local.nodes.AttachedShm"
-    monkeypatch.setattr(signalled, lambda *_, **__: signal.raise_signal(signal.SIGUSR1))
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with pytest.raises(TimeoutError):
-            nodes.segment(1, 1, 0.0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
