@@ -2,6 +2,7 @@
 bytes, and checked when they go down."""
 
 import time
+from contextlib import suppress
 
 import pytest
 import xxhash
@@ -21,11 +22,15 @@ from vram_producer import (
 
 from kvstore import BlockSession, MissReason
 from kvstore.cuda.base import DeviceRange
+from kvstore.errors import DeadlineError
+from kvstore.protocol.control import Op
 from kvstore.record import unpack_record
 from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import WantedAnywhere
+from kvstore.types import EXISTS, STORED
 
 MIB = 1 << 20
+ROUNDS = 100
 
 
 @pytest.fixture
@@ -141,6 +146,57 @@ def test_an_engine_saves_checksums_to_the_node_that_owns_vram(node, careful, mod
     assert engine.read(3) == [payload_of(3)]
     engine.close()
     owner.kill()
+
+
+def test_what_was_saved_there_without_checksums_is_saved_anew_once_by_who_verifies(
+    node, careful, model_dir, consumer
+):
+    owner = Owner(node, model_dir)
+    never, always = Engine(node.client_options, model_dir), Engine(careful, model_dir)
+    never.save(1, 2, 3)
+    assert found_of(consumer, [1, 2, 3]) == [None] * 3
+    always.save(1, 2)
+    stored = {never: 0, always: 0}
+    for _ in range(ROUNDS):
+        for engine in (always, never):
+            granted = [a for a in engine.reserve(1, 2, 3) if a != EXISTS]
+            engine.fill(granted, *[3] * len(granted))
+            stored[engine] += engine.store.commit(granted).count(STORED)
+    assert stored == {never: 0, always: 1}
+    payloads = [payload_of(n) for n in (1, 2, 3)]
+    assert always.read(1, 2, 3) == never.read(1, 2, 3) == payloads
+    assert host_bytes(consumer, found_of(consumer, [1, 2, 3])) == payloads
+    for engine in (never, always):
+        engine.close()
+    owner.kill()
+
+
+@pytest.mark.parametrize("failing", [Op.PIN, Op.UNPIN, Op.DROP])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DeadlineError])
+def test_who_is_interrupted_while_it_replaces_holds_nothing(
+    node, careful, model_dir, monkeypatch, failing, error
+):
+    owner = Producer(node.client_options, model_dir, 2 * MIB, name="vram-0", takes_saves=True)
+    never, always = Engine(node.client_options, model_dir), Engine(careful, model_dir)
+    never.save(1)
+    control = always.saver._start.control
+    request = control.request
+
+    def fails_after(op, *args, **options):
+        answer = request(op, *args, **options)
+        if op is failing:
+            raise error
+        return answer
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(control, "request", fails_after)
+        assert not any(always.reserve(2, 1))
+    always.save(2, 3)
+    counters = owner.pool.stats()
+    assert (counters["pinned"], counters["reserved"]) == (0, 0)
+    always.save(1)
+    for one in (never, always, owner):
+        one.close()
 
 
 def test_a_device_that_cannot_be_looked_at_saves_nothing(producer, consumer, monkeypatch):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kvstore.batches import in_batches
+from kvstore.batches import in_batches, picked
 from kvstore.client.base import DeviceReservation, Later
 from kvstore.client.local.control import ControlChannel
 from kvstore.client.local.link import Grants, Holdings
@@ -24,11 +24,13 @@ from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX, CUDA_IPC_OPEN_S, NAMESPACE_BYTES_MAX
 from kvstore.nodedir import Announcement, NodeDir, announced, node_dirs
 from kvstore.protocol.control import Op, join_keys
-from kvstore.protocol.control_replies import InvalidReplyError, grants, outcomes, whole
+from kvstore.protocol.control_replies import InvalidReplyError, grants, outcomes, pins, whole
 from kvstore.protocol.control_requests import Wants, reserve_arguments
+from kvstore.record import has_checksum, slot_of
 from kvstore.system.fork import in_each_child
+from kvstore.system.on_failure import on_failure
 from kvstore.transport.cuda_memory import NAME, DeviceAddress
-from kvstore.types import Key, PutResult, rejected
+from kvstore.types import EXISTS, Key, PutResult, rejected
 
 NOBODY = rejected("no node of this host owns VRAM of this device")
 GONE = rejected("the node in VRAM that granted it is gone")
@@ -210,6 +212,23 @@ class _Start:
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int, granted: Grants
     ) -> list[DeviceReservation | PutResult]:
+        answers = self._ask(keys, size_bytes, namespace_id, granted)
+        there = [i for i, answer in enumerate(answers) if answer == EXISTS]
+        if self._checksums is None or not there:
+            return answers
+        with on_failure(self.control.doubt):  # a pin for looking may be left there
+            which = self._without_checksum(keys, there)
+            if which:
+                dropped = picked(keys, which)
+                self.control.request(Op.DROP, join_keys(dropped))
+                again = self._ask(dropped, size_bytes, namespace_id, granted)
+                for i, answer in zip(which, again, strict=True):
+                    answers[i] = answer
+        return answers
+
+    def _ask(
+        self, keys: Sequence[Key], size_bytes: int, namespace_id: int, granted: Grants
+    ) -> list[DeviceReservation | PutResult]:
         arguments = reserve_arguments(Wants(keys, size_bytes), namespace_id, checksums=False)
         accept = partial(self._granted, granted, keys, size_bytes)
         granted.asked.append(self.control)
@@ -220,6 +239,14 @@ class _Start:
             if ticket.done:
                 granted.asked.remove(self.control)
         return answers
+
+    def _without_checksum(self, keys: Sequence[Key], there: Sequence[int]) -> list[int]:
+        """Return the numbers of blocks that exist without a checksum: who verifies does not read
+        them. What is pinned to be looked at is not held: the next HELLO takes back such a pin."""
+        records = self.control.request(Op.PIN, join_keys(picked(keys, there)), accept=pins)
+        pinned = [(i, r) for i, r in zip(there, records, strict=False) if isinstance(r, bytes)]
+        self.control.request(Op.UNPIN, [slot_of(record) for _, record in pinned])
+        return [i for i, record in pinned if not has_checksum(record)]
 
     def _granted(
         self, granted: Grants, keys: Sequence[Key], size_bytes: int, raw: object
