@@ -51,10 +51,10 @@ SAME_NAMES = {
 }
 """Names that two public classes have, and why."""
 SUMS_MAX = {
-    "kvstore": 44_900,
-    "connector": 21_500,
-    "tests": 100_100,
-    "pokes": 1_000,
+    "kvstore": 43_850,
+    "connector": 21_150,
+    "tests": 100_000,
+    "pokes": 980,
 }
 """Lines by house, without the simulator and with C; and how often a test looks at a private name
 of something else. A change that raises one says in its commit what it takes out instead, or why
