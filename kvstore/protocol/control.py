@@ -71,6 +71,8 @@ class Op(enum.IntEnum):
 
 READER_OPS = frozenset({Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN})
 """For root and the group: what commands ask, and nothing that changes a block."""
+OWN_READER_OPS = READER_OPS | {Op.TOUCH, Op.SUSPECT}
+"""For this user's processes at a node in VRAM that takes no saves of others."""
 
 
 def packed(message: Sequence[object]) -> bytes:

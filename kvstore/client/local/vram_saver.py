@@ -127,9 +127,12 @@ class VramSaver:
         start = self._found()
         if start is None:
             return [NOBODY] * len(keys)
+        batch = Grants()
+        granted.note(batch.close)
         try:
-            answers = start.reserve(keys, size_bytes, namespace_id, granted)
+            answers = start.reserve(keys, size_bytes, namespace_id, batch)
         except PeerError as e:
+            batch.close()  # a request before the one that failed may have been granted slots
             return [rejected(str(e))] * len(keys)
         raw = self._namespaces.get(namespace_id)
         if raw is not None:

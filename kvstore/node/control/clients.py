@@ -134,6 +134,10 @@ class Clients:
                 self._node.carry_out(part)
         connection.welcome(hello.request, *self._start)
 
+    def _reader_ops(self, connection: Connection) -> frozenset[Op]:
+        ours = owns_node(connection.peer_uid())
+        return control.OWN_READER_OPS if ours else control.READER_OPS
+
     def _asked(self, connection: Connection, message: object) -> Work | None:
         """Carry a request out; the parts of one that is too large for one turn are left to do."""
         session = connection.session
@@ -151,7 +155,7 @@ class Clients:
             return None
         event = decode(session.number, message)
         assert isinstance(op, int)
-        if session.reads_only and op not in control.READER_OPS:
+        if session.reads_only and op not in self._reader_ops(connection):
             must = "this user may only read what the node counts, lists and explains"
             raise UsageError("op", Op(op).name, must)
         self._node.check(event)
