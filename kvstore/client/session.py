@@ -57,12 +57,14 @@ from kvstore.client.local.corruption_reporter import CorruptionReporter
 from kvstore.client.local.host_writer import HostWriter
 from kvstore.client.local.nodes import LocalNodes
 from kvstore.client.local.reaper import EVERY_S, Reaper
+from kvstore.client.missing.explain import Explainer
 from kvstore.client.missing.explanation import Missing
 from kvstore.client.missing.readability import Reach, Readability
 from kvstore.client.reader import Reader
 from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.remote.reader import RemoteNodes
 from kvstore.client.remote.writer import RemoteWriter
+from kvstore.client.reset_everywhere import reset_everywhere
 from kvstore.client.values.dropping import drop_everywhere
 from kvstore.client.values.names import ValueNames
 from kvstore.client.vram.landing import ArrivedInVram, VramLanding, divided
@@ -85,7 +87,6 @@ from kvstore.types import Key, PutResult, Retained, StrPath, Tier
 
 # What few sessions use is imported where it is used.
 if TYPE_CHECKING:
-    from kvstore.client.missing.explain import Explainer
     from kvstore.client.vram.nodes import VramNodes
     from kvstore.cuda.base import CudaDevice, DeviceRange
     from kvstore.transport.cuda_memory import DeviceBlock
@@ -247,8 +248,6 @@ class BlockSession(Uncopied):
 
     @cached_property
     def _explainer(self) -> Explainer:
-        from kvstore.client.missing.explain import Explainer
-
         return Explainer(
             self.index,
             self.remote,
@@ -419,8 +418,6 @@ class BlockSession(Uncopied):
     def reset(
         self, namespace_ids: Sequence[int], timeout_s: float = RESET_TIMEOUT_S
     ) -> ResetResult:
-        from kvstore.client.reset_everywhere import reset_everywhere
-
         return reset_everywhere(
             self.writer,
             self.remote_writer,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.errors import NO_DESCRIPTORS, IndexUnavailableError
 from kvstore.index.base import Index
 from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
@@ -55,8 +57,11 @@ def open_guarded(
     url = url or os.environ.get(URL_VARIABLE) or None
     embedded = None
     if url is None:
-        from kvstore.index.embedded_redis.server import EmbeddedRedis
-
+        try:
+            from kvstore.index.embedded_redis.server import EmbeddedRedis
+        except OSError as e:
+            remedy = NO_DESCRIPTORS if e.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise IndexUnavailableError(f"no embedded Redis: {e.strerror}: {remedy}") from e
         embedded = EmbeddedRedis.acquire(run_dir)
     with on_failure(embedded.close) if embedded is not None else nullcontext():
         where = embedded.url if embedded is not None else url or ""

@@ -13,8 +13,8 @@ from kvstore.limits import (
     LIST_ROWS_MAX,
     NAME_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
+    NAMESPACES_MAX,
     RESET_NAMESPACES_MAX,
-    Limits,
 )
 from kvstore.protocol import stream as sw
 from kvstore.protocol.control import PROTOCOL_VERSION, Op, packed
@@ -93,7 +93,7 @@ def test_what_came_before_counts_for_no_message() -> None:
 
 def test_what_another_users_node_answers_is_read() -> None:
     row = [KEY, 1 << 30, (1 << 32) - 1, 9, 1, 1e6, 1e6, bytes(NAME_BYTES_MAX)]
-    fields = [[(1 << 32) - 1, 1 << 20, bytes(NAMESPACE_BYTES_MAX)]] * Limits().namespaces
+    fields = [[(1 << 32) - 1, 1 << 20, bytes(NAMESPACE_BYTES_MAX)]] * NAMESPACES_MAX
     for body in ([row] * LIST_ROWS_MAX, [[[0, 1.0]], 1.0, fields], {"blocks": 1}):
         messages, said = ShortMessages(OTHERS_ANSWER_BYTES_MAX), packed([1, True, body])
         read = []

@@ -34,8 +34,6 @@ print([after - before for before, after in zip(times, times[1:])], flush=True)
 """
 OPTIONAL = (
     "kvstore.client.local.embedded_node",
-    "kvstore.client.missing.explain",
-    "kvstore.client.reset_everywhere",
     "kvstore.client.vram.nodes",
     "kvstore.core.events",
     "kvstore.core.node",

@@ -115,6 +115,9 @@ class Reader:
     def read(self, *_: object) -> Alarmed:
         return Alarmed()
 
+    def give(self, part: Part) -> None:
+        """It is free again."""
+
     def abandon(self, part: Part, future: Future[Any]) -> None:
         """It ends in the arena."""
 
