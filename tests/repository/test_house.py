@@ -38,6 +38,7 @@ LONG_FILES = {
     "kvstore/core/node.py": 570,
     "kvstore/cuda/bindings.py": 520,
     "kvstore/node/daemon.py": 700,
+    "kvstore/nodedir.py": 430,
     "kvstore/segment/batch_read.c": 530,
 }
 """Files that may be longer, and how long. Why, each says in its own docstring."""
@@ -53,7 +54,7 @@ SAME_NAMES = {
 SUMS_MAX = {
     "kvstore": 43_850,
     "connector": 21_150,
-    "tests": 100_000,
+    "tests": 100_300,
     "pokes": 980,
 }
 """Lines by house, without the simulator and with C; and how often a test looks at a private name

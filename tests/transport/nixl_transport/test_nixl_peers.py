@@ -258,6 +258,7 @@ def test_a_restarted_node_is_read_under_its_new_epoch_and_not_under_the_old(quic
         first.word = first.node.announcement
         assert first.word.epoch > old_word.epoch
         first.wait_until_ready()
+        first.writer.let_go()
         fresh = first.save(b"2" * 100_000)
         outcomes, (_, got) = first.read(old, fresh)
         assert reads(outcomes) == [Read.MISS, Read.HIT]
