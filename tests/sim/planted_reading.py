@@ -206,9 +206,10 @@ def lost_removal(patch):
     """Evicted blocks stay in the index for ever."""
     real = Blocks.free
 
-    def free(self, slot, event, writes):
-        slot.published = False
-        real(self, slot, event, writes)
+    def free(self, slots, event, writes):
+        for slot in slots:
+            slot.published = False
+        real(self, slots, event, writes)
 
     patch(Blocks, "free", free)
 
@@ -218,11 +219,11 @@ def one_removal_per_key(patch):
     """Seed 4: a record of a publication that never arrived hides an older one."""
     real = Blocks.free
 
-    def free(self, slot, event, writes):
-        removals = self.outbox._removals
-        for item in [item for item in removals if item[0] == slot.key and slot.published]:
+    def free(self, slots, event, writes):
+        removals, gone = self.outbox._removals, {slot.key for slot in slots if slot.published}
+        for item in [item for item in removals if item[0] in gone]:
             del removals[item]
-        real(self, slot, event, writes)
+        real(self, slots, event, writes)
 
     patch(Blocks, "free", free)
 
