@@ -110,7 +110,8 @@ class VramStore:
         self._store.unpin(found)
 
     def read_bytes(self) -> Mapping[str, int]:
-        return {**self._store.read_bytes(), "cuda_ipc": self._viewed_bytes}
+        read = self._store.read_bytes()
+        return {**read, "cuda_ipc": read.get("cuda_ipc", 0) + self._viewed_bytes}
 
     def open_vram(self) -> frozenset[tuple[int, int]]:
         """See `BlockSession.open_vram`."""

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 from kvstore.client import arguments, savers
@@ -215,6 +214,16 @@ class BlockSession(Uncopied):
             self.lookups.taken,
             machine=machine,
         )
+        self._explainer = Explainer(
+            self.index,
+            self.remote,
+            self.run_dir,
+            key_prefix,
+            self.limits.request_timeout_s,
+            signer,
+            self.readability,
+            machine=machine,
+        )
         self._reaper.start()
 
     def _open_index(self, url: str | None) -> OpenedIndex:
@@ -244,19 +253,6 @@ class BlockSession(Uncopied):
             seen,
             verifies=self.verify == "always",
             report=self._reporter.report,
-        )
-
-    @cached_property
-    def _explainer(self) -> Explainer:
-        return Explainer(
-            self.index,
-            self.remote,
-            self.run_dir,
-            self.key_prefix,
-            self.limits.request_timeout_s,
-            self._signer,
-            self.readability,
-            machine=self.machine,
         )
 
     def _node_starter(
@@ -432,7 +428,8 @@ class BlockSession(Uncopied):
         )
 
     def read_bytes(self) -> Mapping[str, int]:
-        counts = self.remote.counts.items()
+        vram = {} if self.remote.vram is None else self.remote.vram.counts
+        counts = (vram | self.remote.counts).items()
         others = {name[: -len("_bytes")]: n for name, n in counts if name.endswith("_bytes")}
         return {SHM: self.viewed["hit_bytes"], **others}
 
@@ -477,8 +474,7 @@ class BlockSession(Uncopied):
     def close(self) -> None:
         self._watch.close()
         self._reaper.close()
-        if "_explainer" in vars(self):
-            self._explainer.close()
+        self._explainer.close()
         self.value_names.tell()
         self.writer.close()
         self.reader.close()

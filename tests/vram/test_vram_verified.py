@@ -211,3 +211,10 @@ def test_a_device_that_cannot_be_looked_at_saves_nothing(producer, consumer, mon
     assert "hang" in result.reason
     time.sleep(0.05)
     assert found_of(consumer, [5]) == [None]
+
+
+def test_what_was_read_out_of_vram_is_counted_by_its_transport(producer, consumer):
+    producer.save(0, 1)
+    assert consumer.read_bytes()["cuda_ipc"] == 0
+    assert host_bytes(consumer, found_of(consumer, [0, 1])) == [payload_of(0), payload_of(1)]
+    assert consumer.read_bytes()["cuda_ipc"] == 2 * BLOCK_BYTES

@@ -118,9 +118,10 @@ def test_what_is_retained_has_a_time_to_live_from_none_on():
 def test_read_bytes_are_told_of_each_transport_that_has_counted_some():
     session = session_of([])
     session.viewed["hit_bytes"] = 7
-    other = next(name for name in TRANSPORTS if name != SHM)
-    session.remote = SimpleNamespace(counts={f"{other}_bytes": 5, "else": 1})
-    assert session.read_bytes() == {SHM: 7, other: 5}
+    other = next(name for name, row in TRANSPORTS.items() if row.file)
+    vram = SimpleNamespace(counts={"cuda_ipc_bytes": 3})
+    session.remote = SimpleNamespace(counts={f"{other}_bytes": 5, "else": 1}, vram=vram)
+    assert session.read_bytes() == {SHM: 7, other: 5, "cuda_ipc": 3}
 
 
 class Pages:
