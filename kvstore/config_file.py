@@ -51,7 +51,7 @@ class ConfigFile:
         return self.tables.get(name, {})
 
     def where(self, name: str) -> str:
-        """How messages call the table `name`."""
+        """Return how messages call the table `name`."""
         return f"{self.path} [{name}]"
 
     def limits(self, over: Mapping[str, object] | None = None) -> Limits:

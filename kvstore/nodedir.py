@@ -131,7 +131,7 @@ class Stranger(NamedTuple):
 
 
 def stranger(raw: bytes) -> Stranger | None:
-    """Who announced `raw`, when that is a node of another version; else None."""
+    """Return who announced `raw`, when that is a node of another version; else None."""
     fields = _fields(raw)
     version = fields.get("version")
     if type(version) is not int or version == VERSION or not 0 <= version <= VERSION_MAX:
@@ -235,7 +235,7 @@ class NodeDir:
         fresh.rename(self.resets_path)
 
     def kept_resets(self) -> dict[str, object]:
-        """What `keep_resets` wrote last; empty where it cannot be read."""
+        """Return what `keep_resets` wrote last; empty where it cannot be read."""
         try:
             return parse_object(read_small(self.resets_path, FILE_BYTES_MAX), FILE_BYTES_MAX)
         except OSError:
@@ -251,8 +251,8 @@ class NodeDir:
         return os.open(self.keep, flags, 0o600)
 
     def kept_for_s(self) -> float:
-        """How many seconds the segment of this node, if it is dead, still waits for its next start;
-        0 when it does not."""
+        """Return how many seconds the segment of this node, if it is dead, still waits for its next
+        start; 0 when it does not."""
         try:
             changed_at = self.keep.stat().st_mtime
             paths = self._segment_paths()
@@ -302,15 +302,15 @@ class NodeDir:
             return False
 
     def alive(self) -> bool:
-        """Whether the node's process lives: its lock is held. True, too, where nobody can look: no
-        file descriptor is left, say."""
+        """Return whether the node's process lives: its lock is held. True, too, where nobody can
+        look: no file descriptor is left, say."""
         try:
             return is_locked(self.lock)
         except OSError:
             return True
 
     def lives_as(self, announcement: Announcement) -> bool:
-        """Whether the start of the node that announced so lives; believed as `alive` is."""
+        """Return whether the start of the node that announced so lives; believed as `alive` is."""
         try:
             return self.alive() and Announcement.unpack(self._announced()) == announcement
         except OSError as e:
@@ -359,8 +359,8 @@ def announced(
     key_prefix: str | None = None,
     start: tuple[int, int] | None = None,
 ) -> Iterator[tuple[Announcement, NodeDir]]:
-    """What the nodes in `directories`, living or dead, announce: of all, of those that serve the
-    keys of `key_prefix`, or of one `start`, which is a node's (id, epoch)."""
+    """Return what the nodes in `directories`, living or dead, announce: of all, of those that serve
+    the keys of `key_prefix`, or of one `start`, which is a node's (id, epoch)."""
     for directory in directories:
         announcement = directory.announcement()
         if announcement is None or key_prefix not in (None, announcement.key_prefix):

@@ -61,8 +61,8 @@ class KVOutputAggregator:
 
     @property
     def expected_finished_count(self) -> int:
-        """How many workers must report a request that none has reported yet; a count that has begun
-        keeps its own."""
+        """Return how many workers must report a request that none has reported yet; a count that
+        has begun keeps its own."""
         return self._expected
 
     @overload

@@ -98,17 +98,17 @@ class KVTransferConfig:
 
     @property
     def is_kv_transfer_instance(self) -> bool:
-        """Whether this engine takes part at all."""
+        """Return whether this engine takes part at all."""
         return self.kv_connector is not None and self.kv_role is not None
 
     @property
     def is_kv_producer(self) -> bool:
-        """Whether this engine saves KV."""
+        """Return whether this engine saves KV."""
         return self.kv_connector is not None and self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def is_kv_consumer(self) -> bool:
-        """Whether this engine loads KV."""
+        """Return whether this engine loads KV."""
         return self.kv_connector is not None and self.kv_role in ("kv_consumer", "kv_both")
 
     def compute_hash(self) -> str:

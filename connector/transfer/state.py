@@ -98,8 +98,8 @@ def is_v1_kv_transfer_group(connector: object = None) -> bool:
 
 
 def get_kv_connector_cache_layout() -> str:
-    """How the KV of this process is to lie, "NHD" or "HND": the former unless its connector needs
-    the latter. Ask before the KV is allocated."""
+    """Return how the KV of this process is to lie, "NHD" or "HND": the former unless its connector
+    needs the latter. Ask before the KV is allocated."""
     connector = _group.connector
     wanted = connector and type(connector).get_required_kvcache_layout(connector._vllm_config)
     return wanted or "NHD"

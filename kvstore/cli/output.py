@@ -30,7 +30,8 @@ def human_count(count: float) -> str:
 
 
 def screen_columns() -> int:
-    """How wide lines may be: the terminal's width, COLUMNS where that is set, at least 80."""
+    """Return how wide lines may be: the terminal's width, COLUMNS where that is set, at least
+    80."""
     return max(shutil.get_terminal_size((COLUMNS_MIN, 24)).columns, COLUMNS_MIN)
 
 

@@ -200,7 +200,7 @@ class AsyncClient(arguments.Uncopied):
         await self._run(lambda c: c.ping())
 
     async def health(self) -> Health:
-        """What works now, and what does not; see `Client.health`."""
+        """Return what works now, and what does not; see `Client.health`."""
         return await self._run(lambda c: c.health())
 
     async def stats(self) -> dict[str, dict[str, int | float]]:

@@ -424,8 +424,8 @@ class Client(arguments.Uncopied):
         ask_index(self.session.index)
 
     def health(self) -> Health:
-        """What works now: a round trip to Redis and one to each memory node of this host, and a
-        connection to each of the others.
+        """Return what works now: a round trip to Redis and one to each memory node of this host,
+        and a connection to each of the others.
 
         Truthy when Redis and the nodes of this host do, or without any here one that can be read;
         its text says what does not. Starts nothing, and raises nothing for a peer's fault; nodes

@@ -66,7 +66,7 @@ class Place:
     """The value alone."""
 
     def valid(self) -> bool:
-        """Whether everything read of its payload so far is this key's block (rule 4)."""
+        """Return whether everything read of its payload so far is this key's block (rule 4)."""
         attached = self.attached
         return not attached.gone and attached.shm.header(self.slot_id) == self.image
 

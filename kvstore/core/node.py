@@ -171,7 +171,7 @@ class NodeCore:
     # --- reserving ------------------------------------------------------
 
     def holds(self, session: int) -> bool:
-        """Whether this session has reservations or pins that must outlive its connection."""
+        """Return whether this session has reservations or pins that must outlive its connection."""
         state = self._sessions.get(session)
         return state is not None and bool(state.reserved or state.pins)
 
@@ -182,7 +182,8 @@ class NodeCore:
         return [] if state is None else [*state.reserved, *reversed(state.pins)]
 
     def former(self) -> Session:
-        """What clients of former starts of this node may hold; `SessionDead(FORMER)` ends it."""
+        """Return what clients of former starts of this node may hold; `SessionDead(FORMER)` ends
+        it."""
         return self._sessions.setdefault(FORMER, Session())
 
     def sessions(self) -> Iterable[Session]:
@@ -294,7 +295,7 @@ class NodeCore:
         return self.blocks.take(length, count, writes, now) or NO_SPACE
 
     def _alike(self, event: Reserve, at: int) -> int:
-        """How many keys from that place on are new, each another, for values of one size."""
+        """Return how many keys from that place on are new, each another, for values of one size."""
         size, keys, by_key = event.sizes[at], set[Key](), self.blocks.by_key
         for i in range(at, len(event.keys)):
             key = event.keys[i]

@@ -111,7 +111,7 @@ def recover(core: NodeCore, seen: Seen, former_epoch: int, now: float) -> list[W
 
 
 def fits(seal: Seal, size_bytes: int) -> bool:
-    """Whether a node with so large a segment can have written this header."""
+    """Return whether a node with so large a segment can have written this header."""
     return 0 <= seal.meta_length <= seal.length and within(
         seal.slot_id, seal.granule, granules_of(seal.length), size_bytes
     )

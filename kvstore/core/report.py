@@ -53,7 +53,7 @@ def counts(core: NodeCore) -> dict[str, int]:
 
 
 def explain(core: NodeCore, keys: Sequence[Key], now: float) -> Explained:
-    """What became of each of `keys` here, and which namespaces have blocks here."""
+    """Return what became of each of `keys` here, and which namespaces have blocks here."""
     fates = [_fate(core, key, now) for key in keys]
     return fates, core.blocks.gone.reaches_back_s(now), _namespaces(core)
 

@@ -40,7 +40,7 @@ class Resets:
         return len(self._known)
 
     def knows(self, number: int) -> bool:
-        """Whether that reset was done here, or is older than what was let go."""
+        """Return whether that reset was done here, or is older than what was let go."""
         return number in self._known or number <= self.floor
 
     def add(self, number: int, namespace_ids: Iterable[int]) -> bool:

@@ -49,7 +49,8 @@ class Scrub:
         records: Sequence[bytes | None],
         epochs: Mapping[int, int | None],
     ) -> int:
-        """What the index said; how many blocks must be published again, which is now pending.
+        """Return what the index said; how many blocks must be published again, which is now
+        pending.
 
         `epochs` says which start of each of `owners` is announced, None where there is
         none. A record of another node that lives is right too: both have the block.

@@ -84,8 +84,8 @@ class NodeConfig:
         return self.size_bytes // SLOT_BYTES_MIN * SLOT_BYTES_MIN
 
     def announcement(self, node_id: int, epoch: int, socket_path: Path, index: str) -> Announcement:
-        """What this start of the node announces itself as, with a segment of its own; `index` is
-        `Index.identity`."""
+        """Return what this start of the node announces itself as, with a segment of its own;
+        `index` is `Index.identity`."""
         base = segment_base(self.shm_dir, node_id, epoch)
         return Announcement(
             node_id=node_id,

@@ -268,7 +268,7 @@ class Node:
         return former.node_id if former else node_id_of(self.config.run_dir, self.config.name)
 
     def _former_waits(self) -> bool:
-        """Whether a segment waits for this start."""
+        """Return whether a segment waits for this start."""
         waits = self.restartable and not self.config.end_with_last_client
         return waits and self.dir.kept_for_s() > 0
 
@@ -423,7 +423,7 @@ class Node:
         return Upkeep(parts, self._has_name)
 
     def _more_files(self) -> list[PutBack]:
-        """What else it has in its directory that must not be missing."""
+        """Return what else it has in its directory that must not be missing."""
         return []
 
     def _serve_streams(self) -> None:
@@ -469,7 +469,7 @@ class Node:
         self._metrics.start()
 
     def _numbers(self) -> dict[str, int | float]:
-        """What Prometheus is told of."""
+        """Return what Prometheus is told of."""
         return {
             **stats(self.core, self._now()),
             "clients": len(self.sessions),
@@ -510,8 +510,8 @@ class Node:
             self.dir.announcement_path.unlink(missing_ok=True)
 
     def _has_name(self) -> bool:
-        """Whether the lock in the node's directory is this process's. Where it was removed or
-        replaced, the directory is another process's, or nobody's: nothing is changed there. Nor
+        """Return whether the lock in the node's directory is this process's. Where it was removed
+        or replaced, the directory is another process's, or nobody's: nothing is changed there. Nor
         where nobody can look."""
         try:
             return self._name is None or self._name.is_at(self.dir.lock)
@@ -519,7 +519,7 @@ class Node:
             return False
 
     def _lost_name(self) -> bool:
-        """Whether that is so for certain."""
+        """Return whether that is so for certain."""
         try:
             return self._name is not None and not self._name.is_at(self.dir.lock)
         except OSError as e:
@@ -575,7 +575,8 @@ class Node:
         return parts_of(event, at_most, self.core.blocks.by_key, self._slots_of(event))
 
     def _slots_of(self, event: Event) -> Sequence[int]:
-        """What the session holds that the event is about, where that tells how large it is."""
+        """Return what the session holds that the event is about, where that tells how large it
+        is."""
         if isinstance(event, SessionResumed | SessionDead):
             return self.core.held_slots(event.session)
         return ()

@@ -272,7 +272,8 @@ class NodeMetrics:
         return _said(start, "503 Service Unavailable" if why_not else "200 OK", why_not or "yes")
 
     def _ask(self) -> Numbers:
-        """What the node counts. Raises `TimeoutError`, and `RuntimeError` when its loop ended."""
+        """Return what the node counts. Raises `TimeoutError`, and `RuntimeError` when its loop
+        ended."""
         future: concurrent.futures.Future[Numbers] = concurrent.futures.Future()
 
         def read() -> None:
@@ -290,7 +291,7 @@ class NodeMetrics:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client's registry asks for, of the numbers that were just read."""
+        """Return what prometheus_client's registry asks for, of the numbers that were just read."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         assert self._read is not None

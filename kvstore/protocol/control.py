@@ -92,7 +92,8 @@ def unpacker() -> Messages:
 
 
 def items_of(message: object) -> int:
-    """How many blocks a message names, before anything of it is checked: about what it costs."""
+    """Return how many blocks a message names, before anything of it is checked: about what it
+    costs."""
     if not isinstance(message, list) or len(message) < 3:
         return 0
     op, _, *args = message

@@ -76,7 +76,7 @@ def _ints(field: str, raw: object, count: int, below: int) -> Sequence[int]:
 
 
 def _whole_below(values: Sequence[object], below: int) -> TypeGuard[Sequence[int]]:
-    """Whether all are integers from 0 to below - 1. Looked at in C: a batch has hundreds."""
+    """Return whether all are integers from 0 to below - 1. Looked at in C: a batch has hundreds."""
     if not values:
         return True
     if set(map(type, values)) != _INTEGERS:

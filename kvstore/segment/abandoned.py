@@ -72,7 +72,8 @@ class Segment(NamedTuple):
 
     @property
     def homeless(self) -> bool:
-        """Whether its node's directory says nothing of it, so that no start can take it over."""
+        """Return whether its node's directory says nothing of it, so that no start can take it
+        over."""
         if self.home is None:
             return False
         try:
@@ -90,8 +91,8 @@ class Segment(NamedTuple):
 
     @property
     def waits_s(self) -> float:
-        """How many seconds it is left for its node's next start; at 0 whoever looks may free it,
-        unless it is `owned`."""
+        """Return how many seconds it is left for its node's next start; at 0 whoever looks may free
+        it, unless it is `owned`."""
         return 0.0 if self.owned else max(RESTART_WITHIN_S - self.age_s, 0.0)
 
 
@@ -158,7 +159,7 @@ def _look(base: Path) -> Segment | None:
 
 
 def _owned(head: Path) -> bool:
-    """Whether the segment's owner lives. True, too, where nobody can look."""
+    """Return whether the segment's owner lives. True, too, where nobody can look."""
     try:
         return _ours(head) and is_locked(head)
     except OSError:
@@ -205,7 +206,7 @@ class Sweeper:
         self._due_at = float("-inf")
 
     def due(self, now: float) -> bool:
-        """Whether `every_s` have gone by since the last time that this was so."""
+        """Return whether `every_s` have gone by since the last time that this was so."""
         if now < self._due_at:
             return False
         self._due_at = now + self.every_s

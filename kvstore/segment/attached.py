@@ -162,7 +162,7 @@ class AttachedShm(AttachedHeads):
         return [self.payload[offset : offset + length] for offset, length in places]
 
     def read_batch(self, keys: list[Key], outs: list[Value], kinds: int) -> batch_read.Values:
-        """What is here of `keys`; see `BatchReader.read`."""
+        """Return what is here of `keys`; see `BatchReader.read`."""
         found = None if self.is_populated else self.populate
         return batch_read.READER.read(self._mapped, keys, outs, kinds, found)
 

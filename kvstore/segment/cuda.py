@@ -167,7 +167,7 @@ class AttachedCuda(AttachedHeads):
             undo.pop_all()
 
     def alive(self) -> bool:
-        """Whether the owner's process lives and keeps the segment."""
+        """Return whether the owner's process lives and keeps the segment."""
         return fd_is_locked(self._lock)
 
     def close(self) -> None:

@@ -157,12 +157,12 @@ def fields(raw: bytes) -> Fields | None:
 
 
 def body_of(raw: bytes, generation: int) -> Fields | None:
-    """What was sealed in a slot in that generation, as long as its body still says so."""
+    """Return what was sealed in a slot in that generation, as long as its body still says so."""
     return fields(word(SEALED, generation).to_bytes(8, "little") + raw[8:])
 
 
 def term(until_s: int, tenant: int) -> int:
-    """What says that a block is retained; 0: that it is not."""
+    """Return what says that a block is retained; 0: that it is not."""
     return tenant << 32 | until_s if until_s else 0
 
 
@@ -264,8 +264,8 @@ def superblock_place(page: bytes) -> int:
 
 
 def pack_home(home: str) -> bytes:
-    """What stands at `HOME_PLACE`: the directory of the segment's node, or nothing if it is too
-    long."""
+    """Return what stands at `HOME_PLACE`: the directory of the segment's node, or nothing if it is
+    too long."""
     raw = os.fsencode(home)
     if len(raw) > SUPERBLOCK_COPY - HOME_PLACE - 2:
         raw = b""
@@ -273,7 +273,7 @@ def pack_home(home: str) -> bytes:
 
 
 def home_of(page: bytes) -> Path | None:
-    """What `pack_home` wrote on that page, None when it says nothing."""
+    """Return what `pack_home` wrote on that page, None when it says nothing."""
     length = int.from_bytes(page[HOME_PLACE : HOME_PLACE + 2], "little")
     raw = page[HOME_PLACE + 2 : SUPERBLOCK_COPY][:length]
     whole = 0 < length == len(raw) and b"\0" not in raw

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 def header_writer(
     wanted: str | None, module: str = part.BLOCK_WRITES
 ) -> Callable[..., None] | None:
-    """What writes headers compiled; None where that in Python is to be used. Raises `ImportError`
-    when `wanted` is `yes` and there is none that fits."""
+    """Return what writes headers compiled; None where that in Python is to be used. Raises
+    `ImportError` when `wanted` is `yes` and there is none that fits."""
     compiled = part.load(wanted, module, part.BLOCK_WRITES_SOURCE)
     return None if compiled is None else cast("Callable[..., None]", compiled.write_headers)
 
@@ -99,7 +99,7 @@ def free_bytes(where: Path, machine: Machine = REAL) -> int:
 
 
 def never_fits(where: Path, size_bytes: int, machine: Machine = REAL) -> bool:
-    """Whether a segment of that size is larger than all there is."""
+    """Return whether a segment of that size is larger than all there is."""
     return files_bytes(size_bytes) + SHM_RESERVE_BYTES > machine.room(where).total_bytes
 
 

@@ -91,7 +91,8 @@ class Allowed:
         return "a table of names and values"
 
     def takes(self, value: object) -> bool:
-        """Whether the field may have `value`. An instance of a dataclass has checked itself."""
+        """Return whether the field may have `value`. An instance of a dataclass has checked
+        itself."""
         if value is None:
             return self.optional
         if self.kind is bool:
@@ -166,7 +167,7 @@ def known_names(values: Mapping[str, object], known: Collection[str], *, where: 
 
 
 def allowed_in(kind: type) -> dict[str, Allowed]:
-    """What each field of the dataclass `kind` may be, by the field's name."""
+    """Return what each field of the dataclass `kind` may be, by the field's name."""
     found = _known.get(kind)
     if found is None:
         found = _known[kind] = _allowed_in(kind)
@@ -182,7 +183,7 @@ def _allowed_in(kind: type) -> dict[str, Allowed]:
 
 
 def default_of(kind: type, name: str) -> object:
-    """What the field `name` of the dataclass `kind` is when nobody sets it."""
+    """Return what the field `name` of the dataclass `kind` is when nobody sets it."""
     return next(_default(f) for f in fields(kind) if f.name == name)
 
 

@@ -66,15 +66,16 @@ class Heads(Protocol):
     """The headers of one start of a node of this host. Thread-safe."""
 
     def locate(self, key: Key, location: Location) -> DevicePlace | None:
-        """Where the block is; None unless its header is SEALED and says what the location does."""
+        """Return where the block is; None unless its header is SEALED and says what the location
+        does."""
         ...
 
     def same(self, place: DevicePlace) -> bool:
-        """Whether the header is what it was when it was located."""
+        """Return whether the header is what it was when it was located."""
         ...
 
     def alive(self) -> bool:
-        """Whether the node's process lives."""
+        """Return whether the node's process lives."""
         ...
 
     def memory(self, timeout_s: float) -> Shared:

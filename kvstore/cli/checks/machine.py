@@ -235,8 +235,8 @@ def _ways(announcement: Announcement) -> list[str]:
 
 
 def starved(pid: int) -> str:
-    """How a process stood in line for a processor, where that was most of its time; else empty,
-    as on a kernel that does not tell."""
+    """Return how a process stood in line for a processor, where that was most of its time; else
+    empty, as on a kernel that does not tell."""
     figures = read_text(f"/proc/{pid}/schedstat").split()
     if len(figures) < 2:
         return ""

@@ -137,7 +137,7 @@ def packages(context: Context) -> list[Finding]:
 
 
 def _compiled_part() -> Finding:
-    """Which reader of blocks, hash of keys, writer of headers and sets of keys this host's
+    """Return which reader of blocks, hash of keys, writer of headers and sets of keys this host's
     processes have."""
     name = batch_read.READER.name
     hashed = "in Python" if keys.HASHER is keys.IN_PYTHON else "by it too"

@@ -142,7 +142,7 @@ class ControlChannel:
 
     @property
     def silent(self) -> bool:
-        """Whether the node did not answer lately, and is not to be asked yet."""
+        """Return whether the node did not answer lately, and is not to be asked yet."""
         breaker = self._breaker
         return breaker.state is not BreakerState.CLOSED and self._now() < breaker.probe_at
 

@@ -268,5 +268,6 @@ class HostWriters:
 
 
 def _is_ending(node: tuple[Announcement, NodeDir]) -> bool:
-    """Whether the node has unlinked its socket, as it does first; its announcement goes last."""
+    """Return whether the node has unlinked its socket, as it does first; its announcement goes
+    last."""
     return not node[1].socket.exists()

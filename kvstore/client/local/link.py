@@ -51,7 +51,7 @@ class Holdings:
 
     @property
     def is_viewed(self) -> bool:
-        """Whether somebody may look at something of it also when the client is closed."""
+        """Return whether somebody may look at something of it also when the client is closed."""
         grants = [grant for grant in list(self.reserved.values()) if grant is not None]
         owners: list[Callable[[], object]] = [*list(self.pins), *grants]
         return any(owner() is not None for owner in owners)

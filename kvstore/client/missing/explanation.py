@@ -77,7 +77,7 @@ class MissReason(enum.StrEnum):
 
     @property
     def unreadable(self) -> bool:
-        """Whether it is there, and this client cannot read it."""
+        """Return whether it is there, and this client cannot read it."""
         reasons = (MissReason.OUT_OF_REACH, MissReason.OTHER_USER)
         return self in reasons or self.startswith("unreadable-")
 

@@ -47,7 +47,7 @@ class Reach(NamedTuple):
 
     @property
     def fault(self) -> Unreadable | None:
-        """What is wrong: nothing, where the node is to serve its own host alone."""
+        """Return what is wrong: nothing, where the node is to serve its own host alone."""
         why, ways = self.unreadable, {*self.announcement.transports} - {CUDA_IPC}
         return None if why and why.reason is MissReason.OUT_OF_REACH and not ways else why
 

@@ -37,7 +37,8 @@ class RemoteNodes(Peers):
     FAILED or a MISS."""
 
     def _ways(self, announcement: Announcement) -> list[Transport]:
-        """How to read from it, best first: by those that are ready, and the last there is."""
+        """Return how to read from it, best first: by those that are ready, and the last there
+        is."""
         *nearer, last = self.transports.of(announcement) or [self.stream]
         return [*(one for one in nearer if one.ready(announcement)), last]
 
@@ -218,7 +219,8 @@ class RemoteNodes(Peers):
         batch: Sequence[Wanted],
         deadline: float,
     ) -> Sequence[Outcome]:
-        """What fails one way is read the next way, for which half of the time is left."""
+        """Read by the first way; what fails is read by the next, for which half of the time is
+        left."""
         transport, *others = ways
         if not transport.checks_bytes and not all(one.location.checksum for one in batch):
             return self._read_apart(ways, announcement, batch, deadline)

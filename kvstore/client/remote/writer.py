@@ -140,7 +140,8 @@ class RemoteWriter:
         return results
 
     def _save(self, batch: Sequence[SavePayload], namespace: tuple[int, bytes]) -> list[PutResult]:
-        """What finds no room in one node is offered to the next; by one deadline for all of it."""
+        """Save to one node, and offer to the next what finds no room there; by one deadline for all
+        of it."""
         size_bytes = sum(payload.size_bytes for payload in batch)
         began = self._now()
         deadline = began + self._remote.timeout_s(size_bytes)
@@ -269,7 +270,8 @@ class RemoteWriter:
         return answers
 
     def _in_vram(self, key: Key, record: Record, now: float) -> bool:
-        """Whether it is in VRAM of this host, from where blocks go down by being saved here."""
+        """Return whether it is in VRAM of this host, from where blocks go down by being saved
+        here."""
         vram, at = self._remote.vram, unpack_record(key, record)
         if vram is None or at is None:
             return False

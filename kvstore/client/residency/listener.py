@@ -69,7 +69,7 @@ class Residency(Uncopied):
 
     @property
     def in_sync(self) -> bool:
-        """Whether each node was heard lately, and nothing of what it said is missing."""
+        """Return whether each node was heard lately, and nothing of what it said is missing."""
         now = time.monotonic()
         return all(node.view.in_sync(now) for node in self._nodes)
 

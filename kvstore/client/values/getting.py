@@ -67,7 +67,7 @@ class ValueGetter:
         return values
 
     def _values(self, keys: Sequence[Key], outs: Sequence[Value], now: float) -> list[Value]:
-        """What lies plainly in this host's memory in one call, the rest one by one."""
+        """Get what lies plainly in this host's memory in one call, the rest one by one."""
         if self._verify:
             return self._look(keys, outs)
         values = self._here(list(keys), outs, now)
@@ -82,7 +82,7 @@ class ValueGetter:
         return values
 
     def _here(self, keys: list[Key], outs: Sequence[Value], now: float) -> list[Value]:
-        """What `read_batch` finds in the segments that are mapped, None for the rest."""
+        """Return what `read_batch` finds in the segments that are mapped, None for the rest."""
         nodes = self._session.nodes
         nodes.check(now)
         values: list[Value] = []
@@ -175,7 +175,8 @@ class ValueGetter:
     def _is_right(
         self, key: Key, view: Place | FetchedBlock, copied: memoryview | bytes | None
     ) -> bool:
-        """What came from another host was compared with its checksum on the way."""
+        """Return whether the bytes are those that were saved. What came from another host was
+        compared with its checksum on the way."""
         return isinstance(view, FetchedBlock) or self._reader.verified(key, view, copied)
 
     def _lost(self, key: Key, ref: Place | RemoteBlock | None = None) -> None:

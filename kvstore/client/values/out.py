@@ -71,7 +71,7 @@ class Out:
 
     @property
     def plain(self) -> bool:
-        """Whether it takes any bytes that fit, whatever dtype and shape the value has."""
+        """Return whether it takes any bytes that fit, whatever dtype and shape the value has."""
         return self._is is None
 
     def check(self, kind: int, meta: bytes, size_bytes: int) -> None:

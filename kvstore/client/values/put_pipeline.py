@@ -228,7 +228,7 @@ def _with_patience(window: _Window, machine: Machine) -> list[PutResult | None]:
 def _wants(
     values: _Values, which: Sequence[int], inline_max: int, checksums: bool
 ) -> tuple[Wants, Sequence[memoryview], Sequence[bytes]]:
-    """What is asked of the node for some of the values, and their bytes and descriptions."""
+    """Return what is asked of the node for some of the values, and their bytes and descriptions."""
     keys, sizes = picked(values.keys, which), picked(values.sizes, which)
     datas, metas = picked(values.datas, which), picked(values.metas, which)
     inline: list[bytes | None] | None = None
@@ -246,7 +246,7 @@ def _wants(
 def _inline(
     datas: Sequence[memoryview], metas: Sequence[bytes], inline_max: int
 ) -> list[bytes | None]:
-    """What travels in the request, None for what does not."""
+    """Return what travels in the request, None for what does not."""
     values: list[bytes | None] = []
     inline_room = INLINE_WINDOW_BYTES
     lone_max = inline_max * LONE_INLINE_FACTOR if len(datas) == 1 else 0
@@ -364,7 +364,8 @@ class _Window:
     def _slots(
         self, part: range, answers: Sequence[ReserveAnswer]
     ) -> tuple[Sequence[int], Sequence[Reservation]]:
-        """Which have a slot to be written to, and what it is; the others' results are noted."""
+        """Return which have a slot to be written to, and what it is; the others' results are
+        noted."""
         slots = [answer for answer in answers if isinstance(answer, Reservation)]
         if len(slots) == len(answers):
             return part, slots

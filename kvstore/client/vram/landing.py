@@ -33,7 +33,7 @@ class ArrivedInVram:
         self.buffer = memory
 
     def valid(self) -> bool:
-        """What arrived there is nobody else's."""
+        """Return True: what arrived there is nobody else's."""
         return True
 
 

@@ -109,7 +109,7 @@ class Allocator:
 
     @property
     def free_bytes(self) -> int:
-        """What no slot has. A value may still find no room in one piece."""
+        """Return what no slot has. A value may still find no room in one piece."""
         spare = sum(slot.size for slot in self._spares)
         return (self._space.free + spare) * GRANULE_BYTES
 
@@ -128,7 +128,7 @@ class Allocator:
         return self._slots.values()
 
     def may_go(self, slot: Slot) -> bool:
-        """Whether the policy has it among what may be evicted: slow, for checks."""
+        """Return whether the policy has it among what may be evicted: slow, for checks."""
         return slot.slot_id in self._evictable.coldest()
 
     def begins(self, now: float) -> None:
@@ -221,9 +221,9 @@ class Allocator:
     # --- moving retained blocks ---------------------------------------------------
 
     def clearance(self, length: int, at_most: int) -> tuple[list[Slot], list[tuple[Slot, Slot]]]:
-        """How room is made where retained blocks alone are in the way: which blocks go, and which
-        retained ones move, each to where one goes that is named with it. Nothing when these cost
-        more than `at_most`, or find no place. For the moment after `victims` found none."""
+        """Return how room is made where retained blocks alone are in the way: which blocks go, and
+        which retained ones move, each to where one goes that is named with it. Nothing when these
+        cost more than `at_most`, or find no place. For the moment after `victims` found none."""
         some = islice(self._slots.values(), LOOKED_MAX)
         blocks = chain(self.coldest(), (s for s in some if s.kept_until and _may_move(s)))
         size = granules_of(length)
@@ -282,7 +282,7 @@ class Allocator:
         return [] if window is None else window.slots
 
     def coldest(self) -> Iterator[Slot]:
-        """What may go, coldest first; good until the next change."""
+        """Return what may go, coldest first; good until the next change."""
         return map(self._slots.__getitem__, self._evictable.coldest())
 
     def _windows(

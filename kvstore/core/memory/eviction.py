@@ -52,8 +52,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def costs(self, coldest: Slot, later: int) -> Callable[[Slot], int]:
-        """What it costs to evict a slot, in granules: its size, and `later` times as much the later
-        it goes than the coldest. Grows with the order of `coldest`."""
+        """Return what it costs to evict a slot, in granules: its size, and `later` times as much
+        the later it goes than the coldest. Grows with the order of `coldest`."""
         ...
 
 

@@ -25,12 +25,14 @@ def granules_of(length: int) -> int:
 
 
 def aligned(size: int) -> bool:
-    """Whether a slot of so many granules, as `granules_of` counts, begins where a page does."""
+    """Return whether a slot of so many granules, as `granules_of` counts, begins where a page
+    does."""
     return size >= PAGED
 
 
 def within(page: int, granule: int, size: int, size_bytes: int) -> bool:
-    """Whether a slot can begin with that granule of that page, in a segment of so many bytes."""
+    """Return whether a slot can begin with that granule of that page, in a segment of so many
+    bytes."""
     return (
         0 <= granule < PAGE
         and not (granule and aligned(size))

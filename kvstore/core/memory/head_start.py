@@ -89,7 +89,7 @@ class Ghosts:
         self._words[bits & len(self._words) - 1] = (bits >> 48 or 1) << 16 | said
 
     def find(self, key: Key, now: float) -> tuple[int, int] | None:
-        """How often a block that left was used, and how many seconds ago; None when nobody
+        """Return how often a block that left was used, and how many seconds ago; None when nobody
         knows."""
         bits = int.from_bytes(key[TAG_BYTES:_DIGEST_END], "little")
         word = self._words[bits & len(self._words) - 1]

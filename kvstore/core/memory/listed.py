@@ -17,8 +17,8 @@ BUCKETS = 1 << 12
 
 
 def place_of(key: bytes) -> bytes:
-    """What keys are ordered by: blocks that go on from one prefix share their tag, the digest
-    behind it is evenly spread."""
+    """Return what keys are ordered by: blocks that go on from one prefix share their tag, the
+    digest behind it is evenly spread."""
     return key[TAG_BYTES:] + key[:TAG_BYTES]
 
 

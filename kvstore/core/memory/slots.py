@@ -136,7 +136,7 @@ class Slot:
 
 
 def parts_of(slots: Iterable[Slot]) -> list[BlockParts]:
-    """What headers and records say of each."""
+    """Return what headers and records say of each."""
     return [
         (
             slot.slot_id,

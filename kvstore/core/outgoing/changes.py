@@ -44,7 +44,7 @@ class Changes:
             self._pending[key] = False
 
     def take(self) -> NetChanges:
-        """What changed, and begin anew."""
+        """Return what changed, and begin anew."""
         pending, self._pending = self._pending, {}
         return NetChanges(
             [key for key, there in pending.items() if there],

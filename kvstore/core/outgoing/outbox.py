@@ -73,7 +73,7 @@ class Outbox:
         self._removals[key, record] = None
 
     def take_publications(self, at_most: int) -> list[KeyedRecord]:
-        """What to publish next, oldest first; it stays pending until `published` says so."""
+        """Return what to publish next, oldest first; it stays pending until `published` says so."""
         work: list[KeyedRecord] = []
         pending = chain(self._unpublished.items(), self._unknown.items())
         for key, slot in islice(pending, at_most):

@@ -214,7 +214,7 @@ def _lock(directory: Path, name: str, how: int, deadline: float) -> int:
 
 
 def _still_there(descriptor: int, directory: Path, name: str) -> bool:
-    """Whether the locked file is what others will open: the last user's end removes it."""
+    """Return whether the locked file is what others will open: the last user's end removes it."""
     try:
         return os.path.samestat(os.fstat(descriptor), (directory / name).lstat())
     except FileNotFoundError:
@@ -230,8 +230,8 @@ def _supervised(directory: Path) -> bool:
 
 
 def _joined(directory: Path, path: Path) -> bool:
-    """Whether there is a server, or a supervisor that starts it again; whether it answers is not
-    waited for: those behind us wait for start.lock."""
+    """Return whether there is a server, or a supervisor that starts it again; whether it answers is
+    not waited for: those behind us wait for start.lock."""
     give_up_at = monotonic() + JOIN_TIMEOUT_S
     while _supervised(directory):
         if listens(path) or monotonic() > give_up_at:

@@ -277,8 +277,8 @@ class RedisIndex:
         )
 
     def _evalsha(self, records: Sequence[KeyedRecord]) -> tuple[list[int], Reply]:
-        """How many keys each batch dropped, and the reply that says that scripts are banned, if
-        they are."""
+        """Return how many keys each batch dropped, and the reply that says that scripts are banned,
+        if they are."""
 
         def pack(batch: Sequence[KeyedRecord]) -> bytes:
             return self._space.script_request(_REMOVE_SHA, batch)

@@ -44,7 +44,7 @@ class Acts(Protocol):
         ...
 
     def parts(self, event: Event, at_most: int) -> Sequence[Event]:
-        """What is to be carried out for it, at most so many blocks at a time."""
+        """Return what is to be carried out for it, at most so many blocks at a time."""
         ...
 
     def check(self, event: Event) -> None:

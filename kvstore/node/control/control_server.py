@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None
 
     def _read(self) -> bool:
-        """Whether there is a whole message, which is the next."""
+        """Return whether there is a whole message, which is the next."""
         if not self._next:
             try:
                 self._next = [next(self._unpacker)]
@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
         return 0
 
     def _carried_out(self, message: object) -> bool:
-        """Whether this request, or one that the client made after it, has come before.
+        """Return whether this request, or one that the client made after it, has come before.
 
         To reserve or pin twice would leak: the client hears one answer.
         """

@@ -154,7 +154,7 @@ class Sessions:
 
     @staticmethod
     def dead(session: ClientSession) -> bool:
-        """Whether the client's process has ended: its lease is free."""
+        """Return whether the client's process has ended: its lease is free."""
         return session.lease_fd is None or not fd_is_locked(session.lease_fd)
 
     def close(self, *, keep: bool = False) -> None:

@@ -96,7 +96,7 @@ class LocalSession:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is late: then so would be that to anything else."""
+        """Return whether an answer is late: then so would be that to anything else."""
         return bool(self._late)
 
     @overload

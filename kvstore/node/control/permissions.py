@@ -64,5 +64,5 @@ def give(path: Path, gid: int, mode: int) -> None:
 
 
 def owns_node(uid: int) -> bool:
-    """Whether that user may do everything: it is the node's own."""
+    """Return whether that user may do everything: it is the node's own."""
     return uid == os.geteuid()

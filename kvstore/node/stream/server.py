@@ -237,7 +237,7 @@ class StreamServer:
         guest.socket.close()
 
     def _admit(self, guest: Guest) -> bool:
-        """Whether there is room for one that has proved that it may come in."""
+        """Return whether there is room for one that has proved that it may come in."""
         with self._lock:
             self._unproven.leave(guest)
             if self._stopping or not self._make_room():
@@ -247,7 +247,7 @@ class StreamServer:
             return True
 
     def _make_room(self) -> bool:
-        """Whether there is room for one more. The caller holds the lock."""
+        """Return whether there is room for one more. The caller holds the lock."""
         if len(self._guests) < share(self._guests_max, 4):
             return True
         idle = [(at, id(guest), guest) for guest in self._guests if (at := guest.idle_since)]

@@ -323,7 +323,7 @@ class ReadingAgent:
         self._flights.append(flight)
 
     def _goes_on(self, flight: Flight) -> bool:
-        """Whether it is still under way; else its end has been told."""
+        """Return whether it is still under way; else its end has been told."""
         try:
             state = self._agent.check_xfer_state(flight.handles[-1])
             while state == "DONE" and flight.stages:

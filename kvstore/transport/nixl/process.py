@@ -31,7 +31,7 @@ START_TIMEOUT_S = 20.0
 
 
 def installed() -> bool:
-    """Whether NIXL can be imported. It is only looked for, not imported."""
+    """Return whether NIXL can be imported. It is only looked for, not imported."""
     for module in MODULES:
         with contextlib.suppress(ModuleNotFoundError):
             if importlib.util.find_spec(module.partition(".")[0]) is not None:
@@ -136,7 +136,7 @@ class NixlProcess:
         self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the process has ended, within `timeout_s`."""
+        """Return whether the process has ended, within `timeout_s`."""
         return self._ended.wait(timeout_s)
 
     def _receive(self) -> None:

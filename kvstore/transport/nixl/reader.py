@@ -102,7 +102,8 @@ class NixlReader:
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives: unless it does, nobody writes into the arena any more."""
+        """Return whether the process lives: unless it does, nobody writes into the arena any
+        more."""
         return self._process.alive
 
     def ready(self, deadline: float) -> None:

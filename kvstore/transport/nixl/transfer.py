@@ -279,7 +279,7 @@ class NixlBatch:
             self._outcomes[number] = outcome._replace(in_vram=outcome.read is Read.HIT)
 
     def _matches(self, block: _Block, before: bytes, after: bytes) -> bool:
-        """Whether what came between two looks at the header is the block's (rule 4)."""
+        """Return whether what came between two looks at the header is the block's (rule 4)."""
         if not block.image:
             seen = self._layout.seen(before, block.wanted.key, block.wanted.location)
             if seen is None:

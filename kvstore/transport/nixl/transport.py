@@ -52,7 +52,7 @@ START_RETRY_AFTER_MAX_S = 300.0
 
 
 def agent_prefix(node_id: int, epoch: int) -> str:
-    """What the names of the agents of one start of a node begin with."""
+    """Return what the names of the agents of one start of a node begin with."""
     return f"{node_id:016x}#{epoch}."
 
 
@@ -94,7 +94,7 @@ class NixlTransport(Transport):
 
     @property
     def to_vram(self) -> bool:
-        """Whether blocks that are wanted in VRAM arrive there now."""
+        """Return whether blocks that are wanted in VRAM arrive there now."""
         reader = self._reader
         arena = None if reader is None or not reader.usable else reader.vram
         return arena is not None and arena.proved
@@ -118,11 +118,13 @@ class NixlTransport(Transport):
         """All that may still live, the retired too."""
 
     def usable(self, node: Announcement) -> bool:
-        """Whether it is worth trying: the node says so, NIXL is here, and it can be asked."""
+        """Return whether it is worth trying: the node says so, NIXL is here, and it can be
+        asked."""
         return self._installed and NAME in node.transports and self._stream.usable(node)
 
     def ready(self, node: Announcement) -> bool:
-        """Whether a read can begin now; if not, it is tried in the background when it is time."""
+        """Return whether a read can begin now; if not, it is tried in the background when it is
+        time."""
         peer = self._peer(node)
         proved = peer.usable()
         if proved is None or (self._vram is not None and self._vram.due(proved[0].vram)):
@@ -186,7 +188,7 @@ class NixlTransport(Transport):
         log.info("node %s on %s is read through NIXL", node.name, node.host)
 
     def _proved(self, node: Announcement) -> tuple[NixlReader, Endpoint]:
-        """What reads from the node, once a first READ was right. Raises `PeerError`."""
+        """Return what reads from the node, once a first READ was right. Raises `PeerError`."""
         reader = self._ready_reader()
         deadline = time.monotonic() + PROBE_TIMEOUT_S
         endpoint = nixl_endpoint(self._stream, node, deadline)
@@ -302,8 +304,8 @@ def _first_read(
     deadline: float,
     way: VramWay | None = None,
 ) -> bytes:
-    """What a READ of the node's probe brings; with `way` to the device. Raises `PeerError`, and
-    with `way` as `VramWay.bring`."""
+    """Return what a READ of the node's probe brings; with `way` to the device. Raises `PeerError`,
+    and with `way` as `VramWay.bring`."""
     part = reader.take(deadline)
     if part is None:
         raise DeadlineError("no room for the first READ")

@@ -139,7 +139,7 @@ class VramWay:
             return None
 
     def due(self, arena: VramArena | None) -> bool:
-        """Whether it is time to try an arena again that was of no use."""
+        """Return whether it is time to try an arena again that was of no use."""
         return (
             arena is not None
             and arena.tried
@@ -149,7 +149,7 @@ class VramWay:
         )
 
     def may_prove(self, arena: VramArena) -> bool:
-        """Whether to READ something into it now, to see that it comes."""
+        """Return whether to READ something into it now, to see that it comes."""
         if arena.proved or (arena.tried and not self._tries.allows(time.monotonic())):
             return False
         arena.tried = True
@@ -196,7 +196,7 @@ class VramWay:
         self.bring(arena, [(address, address_of(self._kept(bytearray(size_bytes))), size_bytes)])
 
     def bytes_at(self, arena: VramArena, address: int, size_bytes: int) -> bytes:
-        """What was READ there, in host memory. Raises as `bring`."""
+        """Return what was READ there, in host memory. Raises as `bring`."""
         memory = self._kept(bytearray(size_bytes))
         self.bring(arena, [(address_of(memory), address, size_bytes)])
         return bytes(memory)

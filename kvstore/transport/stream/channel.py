@@ -106,7 +106,8 @@ class Channel:
         return self._socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
 
     def quiet(self) -> bool:
-        """Whether it is connected with nothing to read, as it must be between two requests."""
+        """Return whether it is connected with nothing to read, as it must be between two
+        requests."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLHUP | select.POLLERR)
         return not poll.poll(0)
@@ -133,7 +134,7 @@ class Channel:
 
 
 def _failure(error: OSError, late: str) -> DeadlineError | NodeUnavailableError:
-    """What a system call raised, as callers see it."""
+    """Return what a system call raised, as callers see it."""
     if isinstance(error, (BlockingIOError, TimeoutError)):
         return DeadlineError(late)
     return NodeUnavailableError(str(error))

@@ -88,7 +88,8 @@ def look(
     asked: Sequence[tuple[Key, Location]],
     deadline: float,
 ) -> list[bool]:
-    """Whether each of `asked`, at most `STREAM_BLOCKS_MAX` blocks, is where its location says.
+    """Return whether each of `asked`, at most `STREAM_BLOCKS_MAX` blocks, is where its location
+    says.
 
     Raises `PeerError` when the node cannot be reached, breaks the protocol or is late.
     """
@@ -134,7 +135,7 @@ def tell(
 def nixl_endpoint(
     transport: StreamTransport, node: Announcement, deadline: float
 ) -> Endpoint | None:
-    """How to read the node's memory through NIXL; None when it has no endpoint now.
+    """Return how to read the node's memory through NIXL; None when it has no endpoint now.
 
     Raises `PeerError` as `look`.
     """

@@ -67,7 +67,8 @@ class StreamTransport(Transport):
         in_each_child(self)
 
     def usable(self, node: Announcement) -> bool:
-        """Whether the node can be reached like this: a client with a CA uses TLS, and only that."""
+        """Return whether the node can be reached like this: a client with a CA uses TLS, and only
+        that."""
         address = self._address(node)
         return address is not None and (address.scheme == "tls") == self._tls
 
@@ -145,7 +146,7 @@ class StreamTransport(Transport):
             return 0
 
     def hung_up(self, node: Announcement) -> bool:
-        """Whether that start of `node` has ended a connection that was kept for later."""
+        """Return whether that start of `node` has ended a connection that was kept for later."""
         pool = self._pools.get(_pool_of(node))
         return pool is not None and pool.hung_up()
 
@@ -287,9 +288,9 @@ class Pool:
             return any(not channel.quiet() for channel in self._idle)
 
     def retired(self) -> bool:
-        """Whether it is of no use, and keeps no connection from here on: it is not in use, and
-        was not for so long that the node would have hung up, or for `UNUSED_S` where the node has.
-        Who has this pool in hand can still use it."""
+        """Return whether it is of no use, and keeps no connection from here on: it is not in use,
+        and was not for so long that the node would have hung up, or for `UNUSED_S` where the node
+        has. Who has this pool in hand can still use it."""
         with self._lock:
             unused_s = time.monotonic() - self._taken_at
             lives = any(channel.quiet() for channel in self._idle)
@@ -377,7 +378,7 @@ class _Batch:
             self.reply.tails(bytes(tail), seal)
 
     def outcome(self, block: int, reason: str) -> Outcome:
-        """What became of one block; `reason` is why the reply ended early, if it did."""
+        """Return what became of one block; `reason` is why the reply ended early, if it did."""
         wanted, reply = self._wanted[block], self.reply.replies[block]
         seen = self._digests.get(block, 0)
         if reply is None:
