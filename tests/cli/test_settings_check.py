@@ -58,6 +58,7 @@ def test_a_mistyped_variable_is_named_with_the_nearest_one(
         ({"KVSTORE_SALT": "short"}, "", "KVSTORE_SALT='5 bytes'"),
         ({"KVSTORE_TLS_CA": "/etc/passwd"}, "", "tls='/etc/passwd': cannot be used"),
         ({"KVSTORE_URL": "localhost:6379"}, "", "did you mean redis://localhost:6379?"),
+        ({"KVSTORE_CUDA_COPIES": "fast"}, "", "must be some of single, any-order"),
         ({"KVSTORE_CONFIG": "/nowhere"}, None, "KVSTORE_CONFIG='/nowhere': cannot be read"),
         ({}, "[node]\nsize = 'much'", "node.size='much': must be a size"),
         ({}, "[node]\nsise = '1GiB'", "sise"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvstore.cli.checks.base import Context, Finding, Level
 from kvstore.cli.node_table import node_table
 from kvstore.config_file import SecurityFiles, read_config
+from kvstore.cuda.batch import wanted as cuda_copies
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.index.redis.url import parse_url
@@ -61,6 +62,7 @@ def _refused() -> Iterator[Finding]:
         lambda: node_table(read_config()),
         lambda: parse_url(os.environ[URL_VARIABLE]) if os.environ.get(URL_VARIABLE) else None,
         *((lambda name=name: secret(name)) for name in (SECRET, SIGNING_KEY, SALT)),
+        cuda_copies,
         lambda: _certificates().client_context(),
         lambda: _certificates().server_context(),
     )
