@@ -43,6 +43,9 @@ RECV_BYTES = 1 << 16
 FAILURES_TO_OPEN = 1
 """One unanswered request costs a whole deadline: the next ones must not."""
 REOPEN_AFTER_S = 1.0
+CATCH_UP_TRIES = 5
+"""How often in a row an idle client says what it holds to a node that does not answer, before it
+does so more and more seldom: each time is a connection in the node's queue."""
 PROBE_TIMEOUT_S = 0.1
 """For the HELLO that asks whether a node answers again: it waits for nothing else there, so a
 caller need not pay another whole deadline for a node that is stopped.
@@ -135,6 +138,7 @@ class ControlChannel:
         )
         """Of requests, and of what is said in passing: a node that has no processor for a moment
         is late for that, and no reason to reject a put."""
+        self._catching_up = Breaker(failures_max=CATCH_UP_TRIES, retry_after_s=REOPEN_AFTER_S)
         self._last_failure = ""
         self._is_new = True
         """No request has been sent, or has failed, yet."""
@@ -346,12 +350,16 @@ class ControlChannel:
             return  # a node that is silent is asked by who needs it
         if self._closed or self._retired or self._pid != os.getpid():
             return
+        if not self._catching_up.allows(self._now()):
+            return
         if self._lock._is_owned() or not self._lock.acquire(blocking=False):  # type: ignore[attr-defined]  # as in `_check_outside`
             return
         try:
             self._connect(self._now() + SAY_CONNECT_TIMEOUT_S)
+            self._catching_up.succeeded()
         except PeerError:
             self._disconnect()
+            self._catching_up.failed(self._now())
         finally:
             self._lock.release()
 

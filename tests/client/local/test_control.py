@@ -14,6 +14,7 @@ import pytest
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.local import deadlines
 from kvstore.client.local.control import (
+    CATCH_UP_TRIES,
     PROBE_TIMEOUT_S,
     SAY_CONNECT_TIMEOUT_S,
     ControlChannel,
@@ -105,6 +106,22 @@ def test_what_could_not_be_said_in_passing_does_not_keep_requests_from_a_node(li
     threading.Thread(target=answer_all, args=(server,), daemon=True).start()
     assert channel.request(Op.STAT) is None
     assert channel.say(Op.TOUCH, b"")
+
+
+def test_who_asks_nothing_says_ever_more_seldom_to_a_silent_node_what_it_holds(listening):
+    channel, server = listening
+    server.setblocking(False)
+    began = time.monotonic()
+    for _ in range(50):
+        channel.doubt()
+        channel.catch_up()
+    assert time.monotonic() - began < 3 * CATCH_UP_TRIES * SAY_CONNECT_TIMEOUT_S
+    came = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+            came += 1
+    assert came == CATCH_UP_TRIES
 
 
 def test_saying_in_passing_waits_once_for_a_stopped_node_and_not_each_time(channel):
