@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import keyword
 import os
 import signal
 import sys
@@ -14,15 +15,22 @@ from kvstore.errors import KVStoreError, UsageError
 from kvstore.system.descriptors import raise_limit
 
 COMMANDS = {
+    "run": "an engine that uses the store, with Redis and a node where there are none",
     "up": "Redis and memory nodes together, in the foreground",
     "node": "one memory node, in the foreground",
     "put": "save a file or standard input under a key",
     "get": "write the value of a key to standard output or a file",
     "ls": "the blocks on this host's nodes",
     "stat": "nodes and counters",
+    "top": "the cluster live: fill, hits, bytes a second, evictions, who comes and goes",
     "explain": "why a prompt or a key is not found",
+    "plan": "how much memory this host's nodes should have, from what they have seen",
+    "export": "regions of a node's disks to an object store, for other hosts",
+    "import": "regions that other hosts exported, to a disk of a node that does not run",
+    "replay": "what a store of another size or policy would have found of a trace",
     "acl": "rights in Redis for clients, nodes and operators of one key prefix",
     "config": "the settings in force here, and where each comes from",
+    "completion": "what a shell completes this command with",
     "doctor": "look for what would keep it from working, and say what to do",
 }
 EXIT_FAILED, EXIT_USAGE, EXIT_MISS, EXIT_INTERRUPTED = 1, 2, 3, 128 + signal.SIGINT
@@ -66,23 +74,29 @@ def _write_no_more() -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    return command_parser(asked).parse_args(argv)
+
+
+def command_parser(*asked: str | None) -> argparse.ArgumentParser:
+    """Return the parser, with the options of the commands in `asked`: others are not imported."""
     parser = argparse.ArgumentParser(
         prog="kvstore",
         description="Keep and share the KV cache of LLM engines.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong use, 3 `get` found nothing, 130 Ctrl-C. "
-        "`kvstore COMMAND --help` lists a command's options.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong use, 3 `get` found nothing, 130 Ctrl-C; of "
+        "`run` the engine's. `kvstore COMMAND --help` lists a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"kvstore {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    asked = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
         description = f"{summary[0].upper()}{summary[1:]}."
         command = commands.add_parser(name, help=summary, description=description)
-        if name == asked:
-            module = importlib.import_module(f"kvstore.cli.commands.{name}")
+        if name in asked:
+            file = f"{name}_" if keyword.iskeyword(name) else name
+            module = importlib.import_module(f"kvstore.cli.commands.{file}")
             module.configure(command)
             command.set_defaults(run=module.run)
-    return parser.parse_args(argv)
+    return parser
 
 
 def _version() -> str:

@@ -33,11 +33,28 @@ def node_names(count: int) -> list[str]:
     return [f"node-{i}" for i in range(count)]
 
 
+def node_command(options: Sequence[str], run_dir: Path) -> list[str]:
+    """Return the command of a node that reads no operator's file."""
+    command = [sys.executable, "-m", "kvstore.cli", "node", "--only-options", *options]
+    return [*command, "--run-dir", str(run_dir)]
+
+
+def node_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ours with `env` in it, and without the service manager, which waits for another."""
+    theirs = {**os.environ, **env}
+    theirs.pop(service_manager.OURS, None)
+    return theirs
+
+
 class Child:
     """Runs one node's process, over its restarts."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], stderr: int | None = None
+    ) -> None:
+        """`stderr` is a descriptor; None: it has ours."""
         self.name = name
+        self._stderr = stderr
         self.restarts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._command = command
@@ -52,6 +69,7 @@ class Child:
             env=self._env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=self._stderr,
             process_group=0,  # Ctrl-C is for us; we end the nodes
         )
 
@@ -159,10 +177,8 @@ class Fleet:
         own; `env` is added to ours."""
         self._run_dir = run_dir
         self._sweeper = Sweeper(run_dir)
-        command = [sys.executable, "-m", "kvstore.cli", "node", "--only-options", *options]
-        command += ["--run-dir", str(run_dir), "--end-with-parent", str(os.getpid())]
-        theirs = {**os.environ, **env}
-        theirs.pop(service_manager.OURS, None)
+        command = [*node_command(options, run_dir), "--end-with-parent", str(os.getpid())]
+        theirs = node_environment(env)
         self.children = [
             Child(name, [*command, "--name", name, "--numa", where], theirs)
             for name, where in zip(node_names(count), numa, strict=True)

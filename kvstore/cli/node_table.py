@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,11 +12,13 @@ from typing import Annotated, Literal
 from kvstore.cli.options import KEY_PREFIX_DEFAULT, size_bytes
 from kvstore.cli.output import human_bytes
 from kvstore.config_file import ConfigFile
+from kvstore.core.disk.base import DEVICES_MAX
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.limits import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN
+from kvstore.node.config import DiskConfig
 from kvstore.rundir import RUN_DIR_ENV
-from kvstore.settings.reader import NumberRange, allowed_in, check_settings, read_settings
+from kvstore.settings.reader import ItemsMax, NumberRange, allowed_in, check_settings, read_settings
 from kvstore.system import numa
 from kvstore.transport.stream.address import parse_advertise
 
@@ -50,7 +53,8 @@ class NodeTable:
     """What goes when it is full: what nobody has used for longest (`lru`), or by how often it was
     used, too (`head-start`, docs/decisions/0092)."""
     listen: str = ""
-    """HOST:PORT to serve other hosts at, or :PORT at every address; empty: not at all."""
+    """HOST:PORT to serve other hosts at, HOST for port 7600 there, or :PORT at every address;
+    empty: not at all."""
     advertise: str = ""
     """The name or address by which they reach it, with a port where that is another (HOST:PORT);
     empty: that of `listen`, else this host's."""
@@ -68,13 +72,22 @@ class NodeTable:
     """Leave the memory for the next start of this name when told to stop."""
     group: str = ""
     """A Unix group whose members may ask how it is; empty: its user alone."""
-    end_with_last_client: bool = False
-    """Stop when the last client is gone, or when none comes."""
+    disk: Annotated[Sequence[str], ItemsMax(DEVICES_MAX)] = ()
+    """Directories on ext4 or XFS, each for a file with copies of blocks (docs/disk.md)."""
+    disk_size: Annotated[Sequence[str], ItemsMax(DEVICES_MAX)] = ()
+    """How much each of them takes, in their order, or one size for all: ["2TiB"]."""
+    disk_write: Literal["eviction", "idle", "through"] = "idle"
+    """When blocks are written there: ahead of their eviction (`eviction`), when the node is idle
+    too (`idle`), or each at once (`through`)."""
+    disk_writes_per_day: Annotated[float, NumberRange(0)] = 0.0
+    """How often each disk may be written over in 24 hours; 0: without limit."""
+    disk_force: bool = False
+    """Use directories of other file systems too."""
 
     def __post_init__(self) -> None:
         check_settings(self, inside="node.")
         numa.check_setting("node.numa", self.numa)
-        self.size_in_bytes, self.vram_in_bytes  # noqa: B018  # refuse what is no size
+        self.size_in_bytes, self.vram_in_bytes, self.disks  # noqa: B018  # refuse what is no size
         if self.advertise:
             parse_advertise(self.advertise)
             if not self.listen:
@@ -84,7 +97,7 @@ class NodeTable:
             return
         if self.numa != numa.NONE:
             raise UsageError("node.numa", self.numa, "is not for a node with `vram`")
-        for name in ("size", "keep", "group", "end_with_last_client"):
+        for name in ("size", "keep", "group", "disk"):
             if value := getattr(self, name):
                 raise UsageError(f"node.{name}", value, "is not for a node with `vram`")
 
@@ -98,12 +111,26 @@ class NodeTable:
         """Return `vram` as a number; None where it is not asked for."""
         return _bytes_of("vram", self.vram)
 
+    @property
+    def disks(self) -> list[DiskConfig]:
+        """Return the directories of `disk`, each with its size."""
+        sizes = [_size_of("disk_size", size) for size in self.disk_size]
+        sizes = sizes * len(self.disk) if len(sizes) == 1 and self.disk else sizes
+        if len(sizes) != len(self.disk):
+            must = f"must be one size, or one for each of {len(self.disk)} directories (disk)"
+            raise UsageError("node.disk_size", list(self.disk_size), must)
+        return [DiskConfig(Path(name), size) for name, size in zip(self.disk, sizes, strict=True)]
 
-def _bytes_of(field: str, size: str) -> int | None:
+
+def _size_of(field: str, size: str) -> int:
     try:
-        asked = size_bytes(size) if size else None
+        return size_bytes(size)
     except argparse.ArgumentTypeError as e:
         raise UsageError(f"node.{field}", size, f"must be a size: {e}") from e
+
+
+def _bytes_of(field: str, size: str) -> int | None:
+    asked = _size_of(field, size) if size else None
     if asked is not None and not SEGMENT_BYTES_MIN <= asked <= SEGMENT_BYTES_MAX:
         least, most = human_bytes(SEGMENT_BYTES_MIN), human_bytes(SEGMENT_BYTES_MAX)
         must = f"is {asked} bytes: must be {least} to {most}, with a unit such as 1GiB"
@@ -120,6 +147,8 @@ def node_table(file: ConfigFile, options: argparse.Namespace | None = None) -> N
             over.setdefault(name, value)
     for name in {"size", "vram"} & over.keys():
         over[name] = str(over[name])
+    if (sizes := getattr(options, "disk_size", None)) is not None:
+        over["disk_size"] = [str(size) for size in sizes]
     table = file.table("node")
     read_settings(NodeTable, table, where=file.where("node"))
     return read_settings(NodeTable, {**table, **over}, where="options")

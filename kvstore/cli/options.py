@@ -15,7 +15,7 @@ from kvstore import rundir
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.settings.toml_file import CONFIG
-from kvstore.system.last_resort import FORMAT
+from kvstore.system.last_resort import start_log
 
 KEY_PREFIX_DEFAULT = "kv:default"
 NAMESPACE_DEFAULT = "default"
@@ -70,12 +70,20 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="count", default=0, help="say more on standard error (-vv: all)"
     )
+    parser.add_argument(
+        "--log-json", action="store_true", help="log one JSON object a line on standard error"
+    )
+
+
+def log_options(args: argparse.Namespace) -> list[str]:
+    """Return the options of `add_verbose` for a process that logs as this one does."""
+    return [*("-v" for _ in range(args.verbose)), *(["--log-json"] if args.log_json else [])]
 
 
 def start_logging(args: argparse.Namespace) -> None:
     """Log to standard error; a command's own output stays alone on standard output."""
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]
-    logging.basicConfig(level=level, format=FORMAT)
+    start_log(level, as_json=args.log_json)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from kvstore.cli.output import human_bytes
 from kvstore.client.client import Client
-from kvstore.client.local.control import ControlChannel
-from kvstore.client.missing.readability import Reach
+from kvstore.client.health import DISK_CLOSED
+from kvstore.client.nodes.control import ControlChannel
+from kvstore.client.nodes.readability import Reach
 from kvstore.client.session import BlockSession
+from kvstore.core.report import TOLD_OF_DISKS
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.embedded_redis import supervisor
 from kvstore.index.open import URL_VARIABLE
@@ -101,3 +104,18 @@ def local_nodes(run_dir: Path, key_prefix: str | None) -> list[LocalNode]:
     None."""
     found = announced(node_dirs(run_dir), key_prefix)
     return [LocalNode(word, directory) for word, directory in found if directory.alive()]
+
+
+def on_disks(stats: Mapping[str, float] | None) -> str:
+    """Return what a node has on disks, empty when it has none."""
+    if not stats or "disk_bytes" not in stats:
+        return ""
+    used, size = (human_bytes(stats[name]) for name in TOLD_OF_DISKS)
+    text = f"{used} of {size} on disk"
+    if "disk_blocks" in stats:  # of this host
+        text += (
+            f", {stats['disk_blocks']} blocks, {human_bytes(stats['disk_written_bytes'])} written"
+        )
+    if stats.get("disk_adopting"):
+        text += ", not all of it known yet after the start"
+    return f"{text}; {DISK_CLOSED % stats['disk_closed']}" if stats.get("disk_closed") else text

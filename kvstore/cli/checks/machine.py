@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstore.cli.checks.base import Context, Finding, Level, read_text
 from kvstore.cli.output import human_bytes
-from kvstore.cli.store import local_nodes
+from kvstore.cli.store import local_nodes, on_disks
 from kvstore.compiled.fence import CHOSEN
 from kvstore.errors import PeerError, UsageError
 from kvstore.limits import SHM_RESERVE_BYTES
@@ -269,6 +269,8 @@ def nodes(context: Context) -> list[Finding]:
                 f"; warm start: {stats['recovered']} recovered, "
                 f"{stats['recovery_dropped']} dropped, {stats['quarantined']} quarantined"
             )
+        if text := on_disks(stats):
+            found += f"; {text}"
         if stats["unpublished"]:
             do = "they cannot be found until Redis takes them: see the check of Redis"
             findings.append(
@@ -278,6 +280,10 @@ def nodes(context: Context) -> list[Finding]:
         why = starved(said.pid)
         if why:
             findings.append(Finding(Level.WARN, f"{found}; {why}", STARVED_REMEDY))
+            continue
+        if stats.get("disk_closed"):
+            do = "its blocks are misses until it is mended: docs/disk.md, A disk that fails"
+            findings.append(Finding(Level.WARN, found, do))
             continue
         findings.append(Finding(Level.OK, found))
     none = "none on this host; `kvstore up` or `kvstore node` starts one"

@@ -6,8 +6,8 @@ import os
 
 from kvstore.cli.checks.base import Context, Finding, Level
 from kvstore.cli.store import LIMITS, embedded_url, reach
-from kvstore.client.missing.explanation import MissReason
-from kvstore.client.missing.readability import Reach
+from kvstore.client.explanation import MissReason
+from kvstore.client.nodes.readability import Reach
 from kvstore.index.open import URL_VARIABLE
 from kvstore.rundir import run_dir
 from kvstore.transport.registry import VARIABLE

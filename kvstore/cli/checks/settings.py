@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.cli.checks.base import Context, Finding, Level
-from kvstore.cli.node_table import node_table
+from kvstore.cli.node_table import NodeTable, node_table
 from kvstore.config_file import SecurityFiles, read_config
 from kvstore.cuda.batch import wanted as cuda_copies
 from kvstore.errors import UsageError
 from kvstore.index.open import URL_VARIABLE
 from kvstore.index.redis.url import parse_url
 from kvstore.rundir import RUN_DIR_ENV
-from kvstore.secret import SALT, SIGNING_KEY, secret
+from kvstore.secret import DISK_KEYS, SALT, SIGNING_KEY, disk_keys, secret
+from kvstore.segment.disk.file import check_directory
 from kvstore.settings.reader import allowed_in
 from kvstore.settings.toml_file import CONFIG
 from kvstore.transport.stream.security import SECRET, TLS_CA, TLS_CERT, TLS_KEY, StreamSecurity
@@ -31,7 +32,7 @@ OF_OTHERS = (
 """Variables whose owners this check does not ask."""
 VARIABLES = frozenset(
     {CONFIG, URL_VARIABLE, RUN_DIR_ENV, TLS_CA, TLS_CERT, TLS_KEY, *OF_OTHERS}
-    | {name + file for name in (SECRET, SIGNING_KEY, SALT) for file in ("", "_FILE")}
+    | {name + file for name in (SECRET, SIGNING_KEY, SALT, DISK_KEYS) for file in ("", "_FILE")}
 )
 FILES_MIN = 4096
 """Descriptors: a node needs one for each client, connection and lease, an engine some more."""
@@ -59,9 +60,10 @@ def _refused() -> Iterator[Finding]:
     reads: tuple[Callable[[], object], ...] = (
         lambda: read_config().limits(),
         lambda: _readable(read_config().security()),
-        lambda: node_table(read_config()),
+        lambda: _usable(node_table(read_config())),
         lambda: parse_url(os.environ[URL_VARIABLE]) if os.environ.get(URL_VARIABLE) else None,
         *((lambda name=name: secret(name)) for name in (SECRET, SIGNING_KEY, SALT)),
+        disk_keys,
         cuda_copies,
         lambda: _certificates().client_context(),
         lambda: _certificates().server_context(),
@@ -74,6 +76,11 @@ def _refused() -> Iterator[Finding]:
             said[str(e)] = None
     for text in said:
         yield Finding(Level.FAIL, text, "correct it: whatever reads it does not start")
+
+
+def _usable(table: NodeTable) -> None:
+    for disk in table.disks:
+        check_directory(disk.directory, forced=table.disk_force)
 
 
 def _certificates() -> StreamSecurity:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import dataclasses
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore import rundir
@@ -24,19 +24,24 @@ from kvstore.cli.options import (
 from kvstore.cli.output import human_bytes
 from kvstore.cli.vram_node import serve_vram
 from kvstore.config_file import ConfigFile, read_config
+from kvstore.core.disk.tier import WRITE_MODES
 from kvstore.core.memory.eviction import POLICIES
+from kvstore.errors import UsageError
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
 from kvstore.node.config import SIZE_BYTES_DEFAULT
 from kvstore.node.control.permissions import group_id
+from kvstore.node.idle_shutdown import end_with
 from kvstore.nodedir import NodeDir, sweep
+from kvstore.secret import disk_keys, read_secret, secret
 from kvstore.segment.abandoned import free_abandoned, segments
 from kvstore.segment.cgroup import memory_limit, size_within
+from kvstore.segment.disk.file import FILE_NAME, remove_file
 from kvstore.segment.header import SHM_DIR
 from kvstore.segment.shm import files_bytes
 from kvstore.settings.toml_file import CONFIG
 from kvstore.system import numa, service_manager
-from kvstore.transport.stream.address import parse_listen
+from kvstore.transport.stream.address import STREAM_PORT, parse_listen
 from kvstore.transport.stream.security import (
     SECRET,
     SECRET_FILE,
@@ -45,8 +50,6 @@ from kvstore.transport.stream.security import (
     TLS_KEY,
     StreamSecurity,
 )
-
-_PR_SET_PDEATHSIG = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,13 +78,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-with-last-client",
         action="store_true",
-        default=None,
         help="stop when the last client is gone, or when none comes",
     )
     parser.add_argument(
         "--group", metavar="NAME", help="let members of this group ask how it is (default: none)"
     )
     add_stream(parser)
+    add_disks(parser)
     parser.add_argument(
         "--events",
         metavar="ENDPOINT",
@@ -95,6 +98,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "address",
     )
     parser.add_argument(
+        "--page",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="show the cluster to browsers at the address of --metrics too; where others reach "
+        "that, to those who know the password in FILE (default: not at all)",
+    )
+    parser.add_argument(
         "--keep",
         action="store_true",
         default=None,
@@ -104,7 +115,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--clean",
         action="store_true",
         help="start nothing: free what dead nodes of this run directory left behind, and of others "
-        "what no start can take over",
+        "what no start can take over; with --disk, only the files of these disks",
     )
     parser.add_argument("--end-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     add_verbose(parser)
@@ -141,6 +152,52 @@ def node_bytes(asked: int | None, *, nodes: int = 1) -> int:
     return size_within(SIZE_BYTES_DEFAULT, memory_limit(), nodes=nodes)
 
 
+def add_disks(parser: argparse.ArgumentParser) -> None:
+    """Add the options for where a node keeps copies of its blocks."""
+    parser.add_argument(
+        "--disk",
+        action="append",
+        metavar="DIR",
+        help="keep copies of blocks in this directory too, on ext4 or XFS; once for each disk "
+        "(docs/disk.md)",
+    )
+    parser.add_argument(
+        "--disk-size",
+        action="append",
+        type=size_bytes,
+        metavar="SIZE",
+        help="of each --disk, in their order; one for all where it is given once",
+    )
+    parser.add_argument(
+        "--disk-write",
+        choices=WRITE_MODES,
+        help="write blocks ahead of their eviction, when the node is idle too, or each at once "
+        "(default: idle)",
+    )
+    parser.add_argument(
+        "--disk-writes-per-day",
+        type=float,
+        metavar="NUMBER",
+        help="write each disk over at most so often in 24 hours (default: without limit)",
+    )
+    parser.add_argument(
+        "--disk-force",
+        action="store_true",
+        default=None,
+        help="use a --disk on another file system too",
+    )
+
+
+def disk_options(args: argparse.Namespace) -> list[str]:
+    """Return the options of `add_disks` as they were given, for a node that is started."""
+    words = [f"--disk={directory}" for directory in args.disk or []]
+    words += [f"--disk-size={size}" for size in args.disk_size or []]
+    for name in ("disk_write", "disk_writes_per_day"):
+        if (value := getattr(args, name)) is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return [*words, "--disk-force"] if args.disk_force else words
+
+
 def add_stream(parser: argparse.ArgumentParser) -> None:
     """Add the options for how a node serves other hosts."""
     group = parser.add_argument_group(
@@ -148,8 +205,10 @@ def add_stream(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--listen",
-        metavar="HOST:PORT",
-        help="serve other hosts here; without HOST at every address",
+        nargs="?",
+        const=f":{STREAM_PORT}",
+        metavar="HOST[:PORT]",
+        help=f"serve other hosts here (:PORT: at every address; default: :{STREAM_PORT})",
     )
     group.add_argument(
         "--advertise",
@@ -189,9 +248,11 @@ def _security(args: argparse.Namespace) -> StreamSecurity:
 def run(args: argparse.Namespace) -> int:
     start_logging(args)
     if args.end_with_parent is not None:
-        _end_with(args.end_with_parent)
+        end_with(args.end_with_parent)
     if args.config is not None:
         use_config(args.config)
+    if args.clean and args.disk:
+        return _clean_disks(args.disk)
     file = read_config()
     table = node_table(file if not args.only_options else ConfigFile(), args)
     run_dir = rundir.run_dir(table.run_dir)
@@ -203,19 +264,28 @@ def run(args: argparse.Namespace) -> int:
         size_bytes=node_bytes(table.size_in_bytes),
         policy=table.policy,
         key_prefix=table.key_prefix,
-        end_with_last_client=table.end_with_last_client,
-        listen=parse_listen(table.listen) if table.listen else None,
+        end_with_last_client=args.end_with_last_client,
+        listen=parse_listen(table.listen, "listen", STREAM_PORT) if table.listen else None,
         advertise=table.advertise,
         open_to_all=table.open,
         security=_security(args),
         nixl=table.nixl,
         events=table.events,
         metrics=parse_listen(table.metrics, "metrics") if table.metrics else None,
+        page=args.page is not None,
+        page_password=secret("page", read_secret("page", Path(args.page))) if args.page else None,
         keep=table.keep,
         group=group_id(table.group) if table.group else None,
         limits=file.limits(),
+        disks=table.disks,
+        disk_write=table.disk_write,
+        disk_writes_per_day=table.disk_writes_per_day,
+        disk_keys=disk_keys() if table.disks else {},
+        disk_forced=table.disk_force,
     )
     if table.vram_in_bytes is not None:
+        if args.end_with_last_client:
+            raise UsageError("--end-with-last-client", True, "is not for a node with `vram`")
         return serve_vram(table, table.vram_in_bytes, config)
     opened = open_guarded(
         table.url, key_prefix=table.key_prefix, run_dir=config.run_dir, limits=config.limits
@@ -228,6 +298,14 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_serve(Node(config, opened.index), no_password(opened.url)))
     finally:
         opened.close()
+
+
+def _clean_disks(directories: Sequence[str]) -> int:
+    for directory in map(Path, directories):
+        freed = remove_file(directory)
+        path = directory / FILE_NAME
+        print(f"{path}: {human_bytes(freed)} freed" if freed else f"{path}: there is none")
+    return 0
 
 
 def _clean(run_dir: Path) -> int:
@@ -270,10 +348,3 @@ async def _serve(node: Node, redis: str) -> int:
     # Its own host is served with or without an index: who waits for this node waits no longer.
     await node.serve(on_serving=service_manager.say_ready, on_ready=say_ready)
     return 128 + signal.SIGINT if signal.SIGINT in ended_by else 0
-
-
-def _end_with(parent: int) -> None:
-    """Get SIGTERM when the process that started us ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        raise SystemExit(0)

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from kvstore.cli.options import add_store, no_password, run_dir_of
 from kvstore.cli.output import as_json, human_bytes, human_count, screen_columns, table
-from kvstore.cli.store import LIMITS, local_nodes, reach, store_url
-from kvstore.client.missing.explanation import Unreadable
+from kvstore.cli.store import LIMITS, local_nodes, on_disks, reach, store_url
+from kvstore.client.explanation import Unreadable
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, PeerError, UsageError
 from kvstore.index.redis.index import open_index
 from kvstore.index.redis.info import server_info
@@ -185,6 +185,7 @@ def _text(found: Shown) -> str:
             what.append(("total here", *_counts(totals)))
         lines = [table(WHERE, where, left=3, elastic=(0, 1))]
         lines += [text for node in nodes if (text := warm_start(node))]
+        lines += [f"{node['name']}: {text}" for node in nodes if (text := on_disks(node["stats"]))]
         lines += ["", table(("NODE", *(name.upper() for name in COUNTED)), what), ""]
     lines += [f"{other['error']}" for other in found["other_versions"]]
     lines += [f"{node['name']}: {why}" for node in nodes if (why := node.get("unreadable"))]

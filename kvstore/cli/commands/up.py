@@ -7,10 +7,12 @@ import json
 import shlex
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from kvstore.cli.commands.node import add_memory, node_bytes
+from kvstore.cli.commands.node import add_disks, add_memory, disk_options, node_bytes
+from kvstore.cli.engine_command import transfer_config
 from kvstore.cli.fleet import Fleet, node_names
 from kvstore.cli.node_table import NodeTable
 from kvstore.cli.options import (
@@ -19,6 +21,7 @@ from kvstore.cli.options import (
     add_store,
     add_verbose,
     at_least_one,
+    log_options,
     no_password,
     run_dir_of,
     start_logging,
@@ -67,6 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=at_least_one, default=1, metavar="N", help="how many (default: 1)"
     )
     add_memory(parser)
+    add_disks(parser)
     parser.set_defaults(policy=NodeTable().policy)
     add_store(parser)
     add_verbose(parser)
@@ -76,13 +80,11 @@ def run(args: argparse.Namespace) -> int:
     start_logging(args)
     if args.nodes > NODES_MAX:
         raise UsageError("nodes", args.nodes, f"at most {NODES_MAX} nodes on one host")
+    if args.disk and args.nodes > 1:
+        must = f"is for one node, not for {args.nodes}: start each with its own, by `kvstore node`"
+        raise UsageError("disk", args.disk, must)
     run_dir = run_dir_of(args)
-    # A wrong option is told here, once, and not by each node.
-    size_bytes = node_bytes(args.size, nodes=args.nodes)
-    segment_bytes = NodeConfig(run_dir=run_dir, size_bytes=size_bytes).segment_bytes
-    check_limit(segment_bytes, memory_limit(), nodes=args.nodes)
-    waiting = sum(NodeDir(run_dir, name).kept_for_s() > 0 for name in node_names(args.nodes))
-    check_room(SHM_DIR, segment_bytes * (args.nodes - waiting))
+    size_bytes = check_memory(args, run_dir, node_names(args.nodes))
     where = _numa_of_each(args.numa or numa.NONE, args.nodes)
     if args.url:
         parse_url(args.url)
@@ -90,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     with resolve_url(args.url, run_dir=run_dir) as redis:
         _say(f"Redis {no_password(redis.url)} ({redis.source})")
         options = ["--size", str(size_bytes), "--policy", args.policy]
-        options += ["--key-prefix", args.key_prefix, *("-v" for _ in range(args.verbose))]
+        options += ["--key-prefix", args.key_prefix, *log_options(args)]
+        options += disk_options(args)
         # By the environment: command lines, with a password, are for everyone to read.
         env = {URL_VARIABLE: redis.url}
         fleet = Fleet(args.nodes, options, run_dir=run_dir, env=env, numa=where)
@@ -103,8 +106,19 @@ def run(args: argparse.Namespace) -> int:
         finally:
             fleet.stop()
     if redis.embedded is not None:
-        _wait_for_redis_end(run_dir)
+        wait_for_redis_end(run_dir, _say)
     return stop.exit_code
+
+
+def check_memory(args: argparse.Namespace, run_dir: Path, names: Sequence[str]) -> int:
+    """Return the size of each of the nodes called so. A wrong one is told here, once, and not by
+    each node."""
+    size_bytes = node_bytes(args.size, nodes=len(names))
+    segment_bytes = NodeConfig(run_dir=run_dir, size_bytes=size_bytes).segment_bytes
+    check_limit(segment_bytes, memory_limit(), nodes=len(names))
+    waiting = sum(NodeDir(run_dir, name).kept_for_s() > 0 for name in names)
+    check_room(SHM_DIR, segment_bytes * (len(names) - waiting))
+    return size_bytes
 
 
 def _numa_of_each(value: str, nodes: int) -> list[str]:
@@ -134,25 +148,19 @@ def _how_to_use(args: argparse.Namespace, url: str, run_dir: Path) -> str:
         extra["run_dir"] = str(run_dir)
     if args.key_prefix != KEY_PREFIX_DEFAULT:
         extra["key_prefix"] = args.key_prefix
-    transfer = {
-        "kv_connector": "KVStoreConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
     lines += [
         "    vllm serve MODEL \\",
-        f"        --kv-transfer-config {shlex.quote(json.dumps(transfer))}",
+        f"        --kv-transfer-config {shlex.quote(json.dumps(transfer_config(extra)))}",
         "",
         "Ctrl-C ends it.",
     ]
     return "\n".join(lines)
 
 
-def _wait_for_redis_end(run_dir: Path) -> None:
+def wait_for_redis_end(run_dir: Path, say: Callable[[str], None]) -> None:
     """Wait for the Redis that ends with its last user: when that was us, it is gone first."""
     give_up_at = time.monotonic() + REDIS_END_TIMEOUT_S
     while (run_dir / "redis").exists() and time.monotonic() < give_up_at:
         time.sleep(POLL_S)
     if embedded_url(run_dir) is not None:
-        _say("Redis stays: others use it")
+        say("Redis stays: others use it")

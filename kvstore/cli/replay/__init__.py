@@ -1,0 +1,1 @@
+"""Replays recorded prompts through the core that a node runs."""
