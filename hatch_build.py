@@ -35,6 +35,7 @@ PARTS = {
     Path("kvstore/compiled/fence.c"): Path("kvstore/compiled/_fence.abi3.so"),
     Path("kvstore/compiled/block_writes.c"): Path("kvstore/compiled/_block_writes.abi3.so"),
     Path("kvstore/compiled/key_set.c"): Path("kvstore/compiled/_key_set.abi3.so"),
+    Path("kvstore/segment/disk/images.c"): Path("kvstore/segment/disk/_images.abi3.so"),
 }
 """Sources, and what is made of each. All are built, or none is in the wheel."""
 COMPILE_TIMEOUT_S = 120.0

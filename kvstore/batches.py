@@ -38,5 +38,5 @@ def in_batches(
 
 
 def picked(column: Sequence[T], which: Sequence[int]) -> Sequence[T]:
-    """The entries with these numbers, which ascend."""
+    """Return the entries with these numbers, which ascend."""
     return column if len(which) == len(column) else [column[i] for i in which]

@@ -1,4 +1,4 @@
-"""A circuit breaker: after failures, say no at once instead of waiting again.
+"""A circuit breaker: after failures, calls are refused at once instead of waiting again.
 
 Pure: time comes in as `now` (seconds that never run backwards). Not thread-safe.
 
@@ -50,7 +50,8 @@ class Breaker:
         retry_after_s: float = 0.05,
         retry_after_max_s: float = 5.0,
     ) -> None:
-        """The delay starts at `retry_after_s` and doubles per failed probe up to the maximum."""
+        """Start with a delay of `retry_after_s`, which doubles per failed probe up to the
+        maximum."""
         if failures_max < 1:
             raise UsageError("failures_max", failures_max, "must be at least 1")
         if not 0 < retry_after_s <= retry_after_max_s:
@@ -61,12 +62,13 @@ class Breaker:
         self._retry_after_s = retry_after_s
         self._retry_after_max_s = retry_after_max_s
         self.failures = 0
-        """To be read: in a row, while closed; with none a success says nothing new."""
+        """Consecutive failures while closed (read-only). At 0 a success changes nothing."""
         self._delay_s = retry_after_s
         self.state = BreakerState.CLOSED
-        """To be read: as of the last call; an open one turns half-open inside `allows`."""
+        """State as of the last call (read-only); an open breaker becomes half-open inside
+        `allows`."""
         self.probe_at = 0.0
-        """To be read: when `allows` lets the next probe through, unless closed."""
+        """Time at which `allows` lets the next probe through, unless closed (read-only)."""
 
     def allows(self, now: float) -> bool:
         """Return whether a call may go ahead now; unless closed, that call is the one probe."""
@@ -87,7 +89,8 @@ class Breaker:
         self._delay_s = self._retry_after_s
 
     def failed(self, now: float, *, hung: bool = False) -> None:
-        """A call failed at `now`; `hung` if it ended by its deadline, without an answer."""
+        """Note that a call failed at `now`; `hung` says that it ended by its deadline, without an
+        answer."""
         if self.state is BreakerState.OPEN:
             return
         if self.state is BreakerState.HALF_OPEN:

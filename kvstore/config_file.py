@@ -22,14 +22,19 @@ class SecurityFiles:
     """Files of secrets and certificates. Secrets themselves have no place in this document."""
 
     secret_file: Path | None = None
-    """What both ends of a stream know, one line or two; KVSTORE_SECRET and KVSTORE_SECRET_FILE win
-    over it."""
+    """File of the secret that both ends of a stream know, one line or two; KVSTORE_SECRET and
+    KVSTORE_SECRET_FILE win over it."""
     signing_key_file: Path | None = None
-    """Signs index records; KVSTORE_SIGNING_KEY and KVSTORE_SIGNING_KEY_FILE win over it."""
+    """File of the key that signs index records; KVSTORE_SIGNING_KEY and KVSTORE_SIGNING_KEY_FILE
+    win over it."""
     salt_file: Path | None = None
-    """Goes into every key; KVSTORE_SALT and KVSTORE_SALT_FILE win over it."""
+    """File of the salt that goes into every key; KVSTORE_SALT and KVSTORE_SALT_FILE win over it."""
+    disk_keys_file: Path | None = None
+    """File of the keys that disks are encrypted with, one a line (docs/disk.md);
+    KVSTORE_DISK_KEYS_FILE wins over it."""
     tls_ca: Path | None = None
-    """Who may have signed the other side's certificate; KVSTORE_TLS_CA wins over it."""
+    """File of the authorities that may have signed the other side's certificate; KVSTORE_TLS_CA
+    wins over it."""
     tls_cert: Path | None = None
     """This side's certificate, PEM; KVSTORE_TLS_CERT wins over it."""
     tls_key: Path | None = None
@@ -47,7 +52,7 @@ class ConfigFile:
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def table(self, name: str) -> Mapping[str, Any]:
-        """Names and values of one table, as they stand there."""
+        """Return names and values of one table, as they stand in the file."""
         return self.tables.get(name, {})
 
     def where(self, name: str) -> str:
@@ -55,7 +60,7 @@ class ConfigFile:
         return f"{self.path} [{name}]"
 
     def limits(self, over: Mapping[str, object] | None = None) -> Limits:
-        """The node's limits: what `over` says, else `[limits]`, else the defaults.
+        """Return the node's limits: what `over` says, else `[limits]`, else the defaults.
 
         Raises `UsageError` for a name or a value that cannot be.
         """
@@ -63,12 +68,13 @@ class ConfigFile:
         return read_settings(Limits, over or {}, where="limits", besides=asdict(limits))
 
     def security(self) -> SecurityFiles:
-        """The table `[security]`. Raises `UsageError` for a name or a value that cannot be."""
+        """Return the table `[security]`. Raises `UsageError` for a name or a value that cannot
+        be."""
         return read_settings(SecurityFiles, self.table("security"), where=self.where("security"))
 
 
 def read_config(path: str | Path | None = None) -> ConfigFile:
-    """The file at `path`, else the one that KVSTORE_CONFIG names, else an empty one.
+    """Return the file at `path`, else the one that KVSTORE_CONFIG names, else an empty one.
 
     Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads.
     """

@@ -11,11 +11,12 @@ import reprlib
 from collections.abc import Callable
 
 SHOWN_CHARS_MAX = 120
-"""Of a value, in a message."""
+"""Characters of a value in a message."""
 
 
 class _Repr(reprlib.Repr):
-    """As `repr`, for what a peer may have sent: megabytes, or lists in lists without end."""
+    """Does what `repr` does, for what a peer may have sent: megabytes, or lists in lists without
+    end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,24 +31,25 @@ _repr = _Repr()
 
 
 def shown(value: object, chars_max: int = SHOWN_CHARS_MAX) -> str:
-    """`value` as a message shows it, in at most `chars_max` characters. It never fails, whatever
-    `value` is, and takes no longer than that deserves."""
+    """Return `value` as a message shows it, in at most `chars_max` characters. It never fails and
+    takes little time, whatever `value` is."""
     text = _repr.repr(value)
     return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
 
 
 class KVStoreError(Exception):
-    """Root of everything this project raises on purpose."""
+    """The root of all errors that this project raises on purpose."""
 
 
 class UsageError(KVStoreError, ValueError):
-    """Your fault: an argument or a setting is wrong.
+    """The caller's fault: an argument or a setting is wrong.
 
     The message names the field, the value and the limit; nothing was changed.
     """
 
     def __init__(self, field: str, value: object, must: str, *, typed: bool = False) -> None:
-        """`typed` is for a value of the wrong type, which the message then names."""
+        """Make the message. With `typed`, which is for a value of the wrong type, it names the
+        type."""
         kind = f" ({type(value).__name__})" if typed else ""
         super().__init__(f"{field}={shown(value)}{kind}: {must}")
         self.field = field

@@ -28,13 +28,14 @@ RUN_BLOCKS = 64
 
 Field = str | int | float | bool | None
 HashBlocks = Callable[[bytes, bytes, int, int], list[Key]]
-"""As `hash_blocks`: of root, tokens as bytes, bytes of a block, and blocks that share a tag."""
+"""The signature of `hash_blocks`: root, tokens as bytes, bytes of a block, blocks that share a
+tag."""
 HashNames = Callable[[bytes, list[object], int], list[Key | None]]
-"""As `hash_names`: of root, names, and how many bytes one may have."""
+"""The signature of `hash_names`: root, names, and how many bytes a name may have."""
 BindHashes = Callable[[bytes, list[bytes], int], list[Key]]
-"""As `bind_hashes`: of root, hashes, and blocks that share a tag."""
+"""The signature of `bind_hashes`: root, hashes, blocks that share a tag."""
 Chain = Callable[[bytes, bytes, int, list[bytes]], list[bytes]]
-"""As `chain`: of the last hash, blocks, bytes of a block, and what else there is of each."""
+"""The signature of `chain`: the last hash, blocks, bytes of a block, and the extra of each."""
 
 
 SALT_FIELD = "tenant_salt"
@@ -53,8 +54,8 @@ def _salted(digest: bytes, salt: bytes) -> bytes:
 def ttl_of(namespace_id: int) -> int:
     """Return how many seconds blocks of that namespace may live; 0: as long as there is room.
 
-    It stands in the id itself, so that whoever has a block knows it, a node after a restart too:
-    up to 16 s exactly, above that rounded down by at most a sixteenth.
+    It stands in the id itself, so that whoever has a block knows it, a node after a restart too: up
+    to 32 s exactly, above that rounded down by at most a sixteenth.
     """
     if not namespace_id & _BOUNDED:
         return 0
@@ -80,8 +81,8 @@ class Namespace:
     __slots__ = ("_of_blocks", "_of_engine", "_of_values", "fields", "fingerprint", "id")
 
     def __init__(self, fields: Mapping[str, Field], *, salt: bytes = b"") -> None:
-        """`salt` is a secret: with it, keys cannot be computed from fields and tokens alone. A
-        field says which salt it is, by 32 bits that do not lead back to it."""
+        """Compute the fingerprint. `salt` is a secret: with it, keys cannot be computed from fields
+        and tokens alone. A field says which salt it is, by 32 bits that do not lead back to it."""
         if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
             raise UsageError("namespace", fields, "must be a mapping of names to values")
         if not isinstance(salt, bytes):
@@ -108,12 +109,12 @@ class Namespace:
         self._of_engine = sha256(b"engine" + self.fingerprint).digest()
 
     def canonical(self) -> bytes:
-        """The fields as JSON, the same bytes for the same fields."""
+        """Return the fields as JSON, the same bytes for the same fields."""
         return json.dumps(self.fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def named(cls, name: str, *, salt: bytes = b"") -> Namespace:
-        """The namespace of plain `put`/`get` users."""
+        """Return the namespace of plain `put`/`get` users."""
         if not isinstance(name, str) or not name:
             raise UsageError("namespace", name, "must be a name, not empty")
         return cls({"name": name}, salt=salt)
@@ -128,12 +129,13 @@ class Namespace:
         return f"Namespace({self.fields!r})"
 
     def value_key(self, name: str | bytes) -> Key:
-        """Key of a value put under a name of the user's choice."""
+        """Return the key of a value put under a name of the user's choice."""
         (key,) = self.value_keys([name])
         return key
 
     def value_keys(self, names: Sequence[str | bytes]) -> list[Key]:
-        """`value_key` for each of `names`. Raises `UsageError` for the first that is no name."""
+        """Return `value_key` for each of `names`. Raises `UsageError` for the first that is no
+        name."""
         given: list[object] = list(names)
         keys = HASHER.names(self._of_values, given, USER_KEY_BYTES_MAX)
         if None in keys:
@@ -141,11 +143,11 @@ class Namespace:
         return cast("list[Key]", keys)
 
     def block_keys(self, tokens: Tokens, block_tokens: int) -> list[Key]:
-        """Keys of all full blocks of `block_tokens` tokens at the head of `tokens`.
+        """Return the keys of all full blocks of `block_tokens` tokens at the head of `tokens`.
 
-        digest[i] = sha256(digest[i-1] + tokens of block i as little-endian u32), the first
-        one after a root of this namespace; a key carries the first 24 bytes of it. Raises
-        `UsageError` for tokens that are no sequence of integers from 0 to 2**32 - 1, or more than
+        digest[i] = sha256(digest[i-1] + tokens of block i as little-endian u32), the first one
+        after a root of this namespace; a key carries the first 24 bytes of it. Raises `UsageError`
+        for tokens that are no sequence of integers from 0 to 2**32 - 1, or more than
         `PROMPT_TOKENS_MAX`.
         """
         if not isinstance(block_tokens, int) or block_tokens < 1:
@@ -155,10 +157,11 @@ class Namespace:
         return HASHER.blocks(self._of_blocks, raw, block_tokens * 4, RUN_BLOCKS)
 
     def engine_keys(self, hashes: Sequence[bytes], blocks_per_key: int = 1) -> list[Key]:
-        """Keys from an engine's own chained block hashes, one key per `blocks_per_key` of them.
+        """Return keys from an engine's own chained block hashes, one key per `blocks_per_key` of
+        them.
 
-        The engine's hash already covers the prefix, LoRA, multimodal input and
-        cache salt; here it is bound to the namespace.
+        The engine's hash already covers the prefix, LoRA, multimodal input and cache salt; here it
+        is bound to the namespace.
         """
         if blocks_per_key < 1:
             raise UsageError("blocks_per_key", blocks_per_key, "must be at least 1")
@@ -173,7 +176,7 @@ def chained_hashes(last: bytes, blocks: bytes, step: int, others: list[bytes]) -
 
 
 def hash_blocks(root: bytes, raw: bytes, step: int, run_blocks: int) -> list[Key]:
-    """The keys of the blocks of `step` bytes in `raw`; `run_blocks` of them share a tag."""
+    """Return the keys of the blocks of `step` bytes in `raw`; `run_blocks` of them share a tag."""
     digests: list[bytes] = []
     previous = root
     for start in range(0, len(raw), step):
@@ -183,8 +186,8 @@ def hash_blocks(root: bytes, raw: bytes, step: int, run_blocks: int) -> list[Key
 
 
 def hash_names(root: bytes, names: list[object], longest: int) -> list[Key | None]:
-    """The key of each of `names`: text or bytes, 1 to `longest` of them as UTF-8; None for what is
-    none."""
+    """Return the key of each of `names`: text or bytes, 1 to `longest` of them as UTF-8; None for
+    what is none."""
     keys: list[Key | None] = []
     for name in names:
         try:
@@ -200,7 +203,7 @@ def hash_names(root: bytes, names: list[object], longest: int) -> list[Key | Non
 
 
 def bind_hashes(root: bytes, hashes: list[bytes], run_blocks: int) -> list[Key]:
-    """The keys of blocks that have those hashes; `run_blocks` of them share a tag."""
+    """Return the keys of blocks that have those hashes; `run_blocks` of them share a tag."""
     return _with_tags([sha256(root + h).digest()[:DIGEST_BYTES] for h in hashes], run_blocks)
 
 
@@ -236,8 +239,9 @@ IN_PYTHON = Hasher(hash_blocks, hash_names, bind_hashes, chain)
 
 
 def hasher(wanted: str | None, module: str = part.BLOCK_KEYS) -> Hasher:
-    """`IN_PYTHON`, or the same compiled (docs/decisions/0079): where it is there and this CPU has
-    instructions for SHA-256. Raises `ImportError` where `wanted` is `yes` and it is not there."""
+    """Return `IN_PYTHON`, or the compiled functions (docs/decisions/0079) where they are there and
+    this CPU has instructions for SHA-256. Raises `ImportError` where `wanted` is `yes` and they are
+    not there."""
     compiled = part.load(wanted, module, part.BLOCK_KEYS_SOURCE)
     if compiled is None or not compiled.FAST:
         return IN_PYTHON
@@ -247,7 +251,7 @@ def hasher(wanted: str | None, module: str = part.BLOCK_KEYS) -> Hasher:
 
 
 HASHER = hasher(part.wanted())
-"""The one of this process."""
+"""The hasher of this process."""
 
 
 def _with_tags(digests: list[bytes], run_blocks: int) -> list[Key]:
@@ -259,7 +263,8 @@ def _with_tags(digests: list[bytes], run_blocks: int) -> list[Key]:
 
 
 def _length(tokens: Tokens) -> int:
-    """The number of `tokens`, which must be a sequence and no text: its bytes are no tokens."""
+    """Return the number of `tokens`, which must be a sequence and no text: its bytes are no
+    tokens."""
     ordered = hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")
     if ordered and not isinstance(tokens, str | bytes | bytearray | Mapping):
         # Of no dimension; a view that was released; more than a length can say.
@@ -271,7 +276,7 @@ def _length(tokens: Tokens) -> int:
 
 
 def _token_bytes(tokens: Tokens, count: int) -> bytes:
-    """The first `count` tokens as little-endian u32."""
+    """Return the first `count` tokens as little-endian u32."""
     if hasattr(tokens, "astype"):
         numbers: Any = tokens  # of numpy
         if numbers.dtype.kind not in "iu" or numbers.ndim != 1:

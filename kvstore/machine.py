@@ -1,4 +1,4 @@
-"""What the code asks of the machine it runs on: time, chance, locks and threads, sockets, files.
+"""Everything the code asks of its machine: time, randomness, locks and threads, sockets, files.
 
 An object is given a `Machine` and hands it on to those it makes; nobody below the command line
 asks for these things otherwise. The simulation passes a machine of its own
@@ -31,7 +31,7 @@ Clock = Callable[[], float]
 
 
 class Lock(Protocol):
-    """A lock that its holder may enter again; what `threading.RLock` gives."""
+    """A lock that its holder may enter again, like `threading.RLock`."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
 
@@ -49,7 +49,7 @@ class Lock(Protocol):
 
 
 class Event(Protocol):
-    """What `threading.Event` gives."""
+    """An event, like that of `threading.Event`."""
 
     def set(self) -> None: ...
 
@@ -59,7 +59,7 @@ class Event(Protocol):
 
 
 class HeldFile(Protocol):
-    """What `filelock.FileLock` gives."""
+    """A held file lock, like that of `filelock.FileLock`."""
 
     @property
     def fd(self) -> int: ...
@@ -73,13 +73,13 @@ class Machine:
     monotonic: Clock = staticmethod(time.monotonic)
     """A clock that never runs backwards."""
     wall: Clock = staticmethod(time.time)
-    """Seconds since 1970, as the machine believes: it may be set."""
+    """Seconds since 1970 by the machine's clock, which may be set."""
     moment: Callable[[], Moment] = staticmethod(host_clock.now)
-    """Now, for whoever of this host asks later how long ago that was."""
+    """The present moment, for a process of this host that asks later how long ago it was."""
     sleep: Callable[[float], None] = staticmethod(time.sleep)
 
     def random_bits(self, count: int) -> int:
-        """A number that nobody can guess."""
+        """Return a number that nobody can guess."""
         return secrets.randbits(count)
 
     def lock(self) -> Lock:
@@ -99,11 +99,11 @@ class Machine:
         threading.Thread(target=target, name=name, daemon=True).start()
 
     def when_dropped(self, owner: object, call: Callable[[], None]) -> None:
-        """Call `call` once, when nobody has `owner` any more or the process ends."""
+        """Call `call` once, when `owner` is dropped or the process ends."""
         weakref.finalize(owner, call)
 
     def unix_socket(self) -> socket.socket:
-        """A new Unix socket for a stream, not connected yet."""
+        """Return a new Unix stream socket, not connected yet."""
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def peer_uid(self, connection: socket.socket) -> int:
@@ -139,7 +139,7 @@ class Machine:
         return memory_files.own(path)
 
     def remove_memory(self, path: Path) -> None:
-        """Remove the file; whoever has it mapped keeps the memory until it unmaps it."""
+        """Remove the file; a process that has it mapped keeps the memory until it unmaps it."""
         path.unlink(missing_ok=True)
 
     def room(self, where: Path) -> Room:

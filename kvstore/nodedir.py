@@ -43,20 +43,22 @@ log = logging.getLogger("kvstore.node")
 LOCK, ANNOUNCEMENT, SOCKET, LEASES = "lock", "node.json", "control.sock", "leases"
 KEEP, READY, ROOM, RESETS, VRAM = "keep", "ready", "room", "resets", "vram.sock"
 UNWATCHED = "unwatched"
+TABLE = ".table"
+"""Suffix of the file beside its segment's that says what it has on disk (segment/disk/table.py)."""
 ROOM_BYTES = 8
 VERSION = 3
-"""Of what a node is reached by: grows with every change of its announcement, of the control
-protocol (protocol/control.py) and of the segment's layout (segment/header.py)."""
+"""Version of everything by which a node is reached: it grows with every change of the announcement,
+of the control protocol (protocol/control.py) and of the segment's layout (segment/header.py)."""
 NODES_SCANNED_MAX = 256
 NAME_CHARS_MAX = 32
 FILE_BYTES_MAX = 1 << 20
-"""Of what is read here: the directory may be another user's."""
+"""Bytes that are read of a file here: the directory may be another user's."""
 ANNOUNCEMENT_BYTES_MAX = 64 << 10
-"""Of what a node says of itself; the resets that it knows of are the most of it, 8 KB."""
+"""Bytes of an announcement; the resets that the node knows of are the most of it, 8 KB."""
 VERSION_MAX = (1 << 32) - 1
-"""A number beyond is no version, and is not shown to anybody."""
+"""The largest version; a larger number is none, and is not shown."""
 WORD_CHARS_MAX = 255
-"""Of what a node of another version is said to be called."""
+"""Characters of the name of a node of another version that are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +76,16 @@ class Announcement:
     head_path: str
     control_path: str
     size_bytes: int
-    """Of its segment."""
+    """Size of its segment."""
     inline_bytes: int
     """Values up to this size may travel in a reserve request."""
     index: str = ""
-    """Which index it publishes to (`Index.identity`), for clients of its own host; empty in the
+    """The index that it publishes to (`Index.identity`), for clients of its own host; empty in the
     index itself."""
     free_bytes: int = 0
     """Room without evicting anything, as of the last heartbeat; 0 in the node's own directory."""
     up_s: int = 0
-    """How long ago it started, as of the last heartbeat."""
+    """Seconds since its start, as of the last heartbeat."""
     resets: str = ""
     """Resets that the node knows of (core/resets.py), as of the last heartbeat; in its own
     directory they are in a file beside."""
@@ -92,9 +94,12 @@ class Announcement:
     own directory."""
     transports: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other ways to reach it than this host's memory: an address by the transport's name."""
+    disks: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Disks on which it keeps blocks, for clients of its own host (segment/disk/attached.py): UUID
+    and path by number; empty in the index."""
 
     def with_files(self, data_path: str, head_path: str) -> Announcement:
-        """This announcement with its segment in these files."""
+        """Return this announcement with its segment in these files."""
         return dataclasses.replace(self, data_path=data_path, head_path=head_path)
 
     def pack(self) -> bytes:
@@ -102,24 +107,26 @@ class Announcement:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Announcement | None:
-        """The announcement in `raw`; None when it is none of this version: nobody to reach."""
+        """Return the announcement in `raw`; None when it is none of this version: nobody to
+        reach."""
         try:
             fields = _fields(raw)
             if fields.get("version") != VERSION:
                 return None
+            fields.setdefault("disks", {})  # an older node does not say
             known = {f.name: f.type for f in dataclasses.fields(cls)}
             found = cls(**{name: fields[name] for name in known})
         except (KeyError, TypeError):
             return None
         right = all(
             type(getattr(found, n)).__name__ == t.partition("[")[0] for n, t in known.items()
-        ) and all(isinstance(address, str) for address in found.transports.values())
+        ) and all(isinstance(a, str) for a in (*found.transports.values(), *found.disks.values()))
         right = right and all(type(count) is int for count in found.counts.values())
         return found if right else None
 
 
 class Stranger(NamedTuple):
-    """A node of another version: what it says cannot be read, but that it is there can be told."""
+    """A live node that speaks another protocol version: it can be counted, but not read."""
 
     name: str
     host: str
@@ -142,7 +149,7 @@ def stranger(raw: bytes) -> Stranger | None:
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    """The fields of an announcement of any version; empty when `raw` is no announcement."""
+    """Return the fields of an announcement of any version; empty when `raw` is no announcement."""
     return parse_object(raw, ANNOUNCEMENT_BYTES_MAX)
 
 
@@ -166,8 +173,8 @@ class NodeDir:
         self.resets_path = self.path / RESETS
         self.vram_socket = self.path / VRAM
         self.unwatched = self.path / UNWATCHED
-        self._told: tuple[Announcement, os.stat_result] | None = None
-        """What this process announced last, and the file that says so."""
+        self._last_announced: tuple[Announcement, os.stat_result] | None = None
+        """What this process announced last, and the file that contains it."""
 
     def announce(self, announcement: Announcement) -> None:
         """Write the announcement: readers see the old one or the new one, whenever the node is
@@ -175,19 +182,19 @@ class NodeDir:
         fresh = self.announcement_path.with_suffix(".new")
         fresh.write_bytes(announcement.pack())
         fresh.chmod(0o644)  # who may enter the directory may read it, whatever the umask
-        told = fresh.stat()
+        status = fresh.stat()
         fresh.rename(self.announcement_path)
-        self._told = announcement, told
+        self._last_announced = announcement, status
 
     def announce_again(self) -> bool:
-        """Write what was announced last once more if its file was taken away or replaced; whether
-        it was. Raises `OSError`."""
-        if self._told is None:
+        """Write what was announced last once more if its file was taken away or replaced. Return
+        whether it was. Raises `OSError`."""
+        if self._last_announced is None:
             return False
-        announcement, told = self._told
+        announcement, status = self._last_announced
         try:
             there = self.announcement_path.lstat()
-            if os.path.samestat(told, there) and told.st_size == there.st_size:
+            if os.path.samestat(status, there) and status.st_size == there.st_size:
                 return False
         except FileNotFoundError:
             pass
@@ -204,7 +211,7 @@ class NodeDir:
             fresh.rename(self.ready_path)
 
     def why_not_ready(self) -> str:
-        """Why the node is not ready (node/readiness.py); empty when it is."""
+        """Return why the node is not ready (node/readiness.py); empty when it is."""
         try:
             return read_small(self.ready_path, FILE_BYTES_MAX).decode(errors="replace")
         except OSError:
@@ -221,7 +228,7 @@ class NodeDir:
                 os.close(fd)
 
     def room(self) -> int:
-        """The free bytes that the node said last; 0 when it said nothing."""
+        """Return the free bytes that the node wrote last; 0 when it wrote none."""
         try:
             return int.from_bytes(read_small(self.room_path, ROOM_BYTES), "little")
         except OSError:
@@ -242,11 +249,13 @@ class NodeDir:
             return {}
 
     def open_keep(self) -> int:
-        """A descriptor of the file that signs of life are left in, made when it is not there: a
-        node keeps it, and can say that it lives when no other is to be had. Raises `OSError`.
+        """Return a descriptor of the file for signs of life, which is made when it is not there. A
+        node keeps the descriptor, so it can say that it lives when no other can be opened. Raises
+        `OSError`.
 
         For `RESTART_WITHIN_S` from the last sign, the segment of a dead node waits for its next
-        start."""
+        start.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(self.keep, flags, 0o600)
 
@@ -273,14 +282,14 @@ class NodeDir:
             return None
 
     def stranger(self) -> Stranger | None:
-        """The node, when it is of another version."""
+        """Return the node, when it is of another version."""
         try:
             return stranger(self._announced())
         except OSError:
             return None
 
     def _segment_paths(self) -> list[Path]:
-        """The files of its segment, whatever its version."""
+        """Return the files of its segment, whatever its version."""
         try:
             fields = _fields(self._announced())
         except OSError:
@@ -289,8 +298,8 @@ class NodeDir:
         return [Path(path) for path in said if isinstance(path, str) and path]
 
     def owner(self) -> int:
-        """The user whose word the directory is: another one than this, if any could have put it
-        where it is found, also by a link. Raises `OSError` when it is not there."""
+        """Return the user whose word the directory is: another one than this, if any could have put
+        it where it is found, also by a link. Raises `OSError` when it is not there."""
         uids = [path.lstat().st_uid for path in (self.path, *self.path.parents[:2])]
         return next((uid for uid in uids if uid != os.geteuid()), uids[0])
 
@@ -324,7 +333,8 @@ class NodeDir:
     def remove_segment(self) -> None:
         """Delete the files of the segment that it names. What cannot be deleted is told in the
         log: one file of another user must not keep nodes from starting."""
-        for path in self._segment_paths():
+        paths = self._segment_paths()
+        for path in (*(path.with_suffix(TABLE) for path in paths[:1]), *paths):
             try:
                 path.unlink(missing_ok=True)
             except OSError as e:
@@ -332,7 +342,8 @@ class NodeDir:
 
 
 def strangers(run_dir: Path, key_prefix: str | None) -> list[Stranger]:
-    """The living nodes of this host that are of another version; all when `key_prefix` is None."""
+    """Return the living nodes of this host that are of another version; all when `key_prefix` is
+    None."""
     found = [(d, d.stranger()) for d in node_dirs(run_dir)]
     return [
         other
@@ -344,7 +355,7 @@ def strangers(run_dir: Path, key_prefix: str | None) -> list[Stranger]:
 
 
 def node_dirs(run_dir: Path) -> Iterator[NodeDir]:
-    """Directories of all nodes of this host, living or dead, in name order."""
+    """Return the directories of all nodes of this host, living or dead, in name order."""
     try:
         names = sorted(path.name for path in (run_dir / "nodes").iterdir())
     except OSError:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from zlib import crc32
 
-from kvstore.types import Key, Location
+from kvstore.types import DiskBlock, Key, Location
 
 RECORD_VERSION = 2
 _BODY = struct.Struct("<BBHIQQIIQ")
@@ -24,15 +24,22 @@ assert RECORD_BYTES == 44
 SIGNATURE_BYTES = 16
 SIGNED_RECORD_BYTES = RECORD_BYTES + SIGNATURE_BYTES
 BlockParts = tuple[int, int, Key, int, int, int, int, int, int]
-"""Of a block slot, generation, key, length, granule, kind, length of the description, checksum and
-namespace id."""
+"""Slot, generation, key, length, granule, kind, length of the description, checksum and namespace
+id of a block."""
 _WORD_FIELD = b', "signature": "%s"}'
 _WORD_FIELD_BYTES = len(_WORD_FIELD % bytes(2 * SIGNATURE_BYTES))
 
 
 def pack_record(key: Key, location: Location) -> bytes:
-    """`location` as the index keeps it under `key`."""
+    """Return `location` as the index keeps it under `key`."""
     return pack_place(key, *location)
+
+
+def disk_location(node_id: int, epoch: int, block: DiskBlock) -> Location:
+    """Return where a block on a disk of that start of a node is: segment 0 is memory, and each disk
+    is one of the segments after it."""
+    device, page, lap = block.place
+    return Location(node_id, epoch, 1 + device, page, lap, 0, block.length, block.checksum)
 
 
 def pack_place(
@@ -54,7 +61,7 @@ def pack_place(
 
 
 def pack_each(start: bytes, blocks: list[BlockParts]) -> list[bytes]:
-    """The records of blocks in the first segment of the node of that `node_start`."""
+    """Return the records of blocks in the first segment of the node of that `node_start`."""
     epoch, node_id = _START.unpack(start)
     return [
         pack_place(key, node_id, epoch, 0, slot, generation, granule, length, checksum)
@@ -63,7 +70,7 @@ def pack_each(start: bytes, blocks: list[BlockParts]) -> list[bytes]:
 
 
 def unpack_record(key: Key, record: bytes) -> Location | None:
-    """The location in `record`; None when it is damaged or not for `key`: a miss.
+    """Return the location in `record`; None when it is damaged or not for `key`: a miss.
 
     A signature is passed over: whether it is right is for `RecordSigner` to say.
     """
@@ -77,8 +84,9 @@ def unpack_record(key: Key, record: bytes) -> Location | None:
 
 
 def node_start_of(key: Key, record: bytes) -> bytes | None:
-    """Node and epoch in `record`, as raw bytes to tell starts of nodes apart by; None when it is
-    damaged or not for `key`. It costs half of `unpack_record`: a router looks at thousands."""
+    """Return node and epoch in `record`, as raw bytes to tell starts of nodes apart by; None when
+    it is damaged or not for `key`. It costs half of `unpack_record`: a router looks at
+    thousands."""
     if len(record) not in (RECORD_BYTES, SIGNED_RECORD_BYTES) or record[0] != RECORD_VERSION:
         return None
     right = crc32(record[: _BODY.size], crc32(key)).to_bytes(4, "little")
@@ -86,7 +94,7 @@ def node_start_of(key: Key, record: bytes) -> bytes | None:
 
 
 def node_start(node_id: int, epoch: int) -> bytes:
-    """Epoch and node id as records have them."""
+    """Return epoch and node id as records have them."""
     return _START.pack(epoch, node_id)
 
 
@@ -96,7 +104,8 @@ def has_checksum(record: bytes) -> bool:
 
 
 def slot_of(record: bytes) -> tuple[int, int]:
-    """The (slot, generation) in a record that this node has made itself; nothing is checked."""
+    """Return the (slot, generation) in a record that this node has made itself; nothing is
+    checked."""
     _, _, _, _, _, generation, slot, _, _ = _BODY.unpack_from(record)
     return slot, generation
 
@@ -112,7 +121,8 @@ class RecordSigner:
     __slots__ = ("_start", "_start_word")
 
     def __init__(self, secret: bytes, tenant: str) -> None:
-        """`tenant` is the key prefix; a secret of any length (blake2b takes at most 64 bytes)."""
+        """Derive the keys. `tenant` is the key prefix; the secret may have any length (blake2b
+        itself takes at most 64 bytes)."""
         key = blake2b(secret, digest_size=32, person=b"kvstore-sign-key").digest()
         self._start = blake2b(key=key, digest_size=SIGNATURE_BYTES, person=b"kvstore-record")
         self._start_word = blake2b(key=key, digest_size=SIGNATURE_BYTES, person=b"kvstore-node")
@@ -122,7 +132,7 @@ class RecordSigner:
             start.update(len(raw).to_bytes(4, "little") + raw)
 
     def signed(self, key: Key, record: bytes) -> bytes:
-        """`record`, which is that of `key`, followed by its signature."""
+        """Return `record`, which is that of `key`, followed by its signature."""
         return record + self._signature(key, record)
 
     def right(self, key: Key, record: bytes) -> bool:
@@ -131,8 +141,8 @@ class RecordSigner:
         return compare_digest(expected, record[RECORD_BYTES:])
 
     def announcement(self, raw: bytes) -> bytes:
-        """The JSON object `raw` with one more field at its end: the signature of all before it.
-        Readers without the key pass it over, as any field that they do not know."""
+        """Return the JSON object `raw` with one more field at its end: the signature of all before
+        it. Readers without the key pass it over, as any field that they do not know."""
         return raw[:-1] + self._word_field(raw)
 
     def announced(self, raw: bytes) -> bool:

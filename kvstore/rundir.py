@@ -26,18 +26,20 @@ from kvstore.types import StrPath
 log = logging.getLogger("kvstore")
 
 LOCK_WAIT_S = 1.0
-"""For other processes of this user that look for the same directory."""
+"""Time to wait for other processes of this user that look for the same directory."""
 LOCK_POLL_S = 0.01
 RUN_DIR_ENV = "KVSTORE_RUN_DIR"
 UNIX_PATH_BYTES_MAX = 107
-"""What fits into a Unix socket's address, less the final zero."""
+"""Bytes that fit into a Unix socket's address, less the final zero."""
+ENGINES_MAX = 64
+"""Engines of one run directory that are asked."""
 
 
 def run_dir(path: StrPath | None = None) -> Path:
-    """The run directory (`path` if given), made with mode 0700 when it is not there.
+    """Return the run directory (`path` if given), made with mode 0700 when it is not there.
 
-    Raises `UsageError` when it is not a directory, not this user's (nor one that was
-    named and that its user's group may enter), open to others, or cannot be made.
+    Raises `UsageError` when it is not a directory, not this user's (nor one that was named and that
+    its user's group may enter), open to others, or cannot be made.
     """
     if path is not None:
         return _checked(Path(path), "run_dir", group_may_enter=True, named=True)
@@ -72,8 +74,8 @@ def _beside(taken: Path) -> list[Path]:
 
 
 def _instead_of(taken: Path) -> Path:
-    """A directory that all processes of this user find, where another user was first to make the
-    one called after this user. Its name cannot be guessed, so nobody can be first again."""
+    """Return a directory that all processes of this user find, where another user was first to make
+    the one called after this user. Its name cannot be guessed, so nobody can be first again."""
     with _alone_in(taken.parent):
         for path in _beside(taken):
             if not _is_anothers(path):
@@ -84,7 +86,7 @@ def _instead_of(taken: Path) -> Path:
 
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Lets one of this user's processes in at a time; after `LOCK_WAIT_S` it lets more in, since
+    """Let one of this user's processes in at a time; after `LOCK_WAIT_S` let more in, because
     another user may hold the lock."""
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -100,7 +102,8 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def private_dir(path: Path, *, field: str = "path") -> Path:
-    """`path` as an absolute path to a directory that only this user can enter; made if absent."""
+    """Return `path` as an absolute path to a directory that only this user can enter; it is made if
+    absent."""
     return _checked(path, field)
 
 
@@ -124,7 +127,7 @@ def _checked(path: Path, field: str, *, group_may_enter: bool = False, named: bo
 
 
 def socket_path(path: Path, *, field: str = "run_dir") -> Path:
-    """`path` if a Unix socket can be there; `UsageError` when it is too long."""
+    """Return `path` if a Unix socket can be there; raise `UsageError` when it is too long."""
     size = len(os.fsencode(path))
     if size > UNIX_PATH_BYTES_MAX:
         raise UsageError(
@@ -145,3 +148,9 @@ def listens(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def engine_sockets(home: Path) -> list[Path]:
+    """Return the sockets of engines in a run directory (client/engine_socket.py), also of some that
+    were killed: engine-PID-....sock."""
+    return sorted(home.glob("engine-*.sock"))[:ENGINES_MAX]

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import stat
+from hashlib import blake2b
 from pathlib import Path
 
 from kvstore.config_file import read_config
 from kvstore.errors import UsageError
-from kvstore.limits import SECRET_BYTES_MAX, SECRET_BYTES_MIN
+from kvstore.limits import DISK_KEYS_MAX, SECRET_BYTES_MAX, SECRET_BYTES_MIN
 
 SIGNING_KEY = "KVSTORE_SIGNING_KEY"
-"""Signs index records (record.py); the same at nodes and clients."""
+"""The variable of the key that signs index records (record.py); it is the same at nodes and
+clients."""
 SALT = "KVSTORE_SALT"
-"""Goes into every key (keys.py); the same at all clients of a tenant."""
+"""The variable of the salt of every key (keys.py); it is the same at all clients of a tenant."""
+DISK_KEYS = "KVSTORE_DISK_KEYS"
+"""The variable of the keys that disks are encrypted with (segment/disk/seal.py), as a file alone;
+they are the same at a tenant's nodes and clients."""
 
 
 def secret(name: str, given: str | bytes | None = None) -> bytes | None:
-    """The secret: `given`, else the variable `name`, else what is in the file that `name`_FILE
-    names, else in the one that `[security]` of the operator's file names.
+    """Return the secret: `given`, else the variable `name`, else what is in the file that
+    `name`_FILE names, else in the one that `[security]` of the operator's file names.
 
     None when there is none of them; white space around it does not count. Raises `UsageError`,
     which does not show the secret, when it has too few or too many bytes, or its file cannot be
@@ -45,7 +50,7 @@ def secret(name: str, given: str | bytes | None = None) -> bytes | None:
 
 
 def secret_file(name: str) -> Path | None:
-    """The file that `secret` takes it from; None where it takes it from none."""
+    """Return the file that `secret` takes it from; None where it takes it from none."""
     if os.environ.get(name):
         return None
     own = f"{name.removeprefix('KVSTORE_').lower()}_file"
@@ -54,8 +59,8 @@ def secret_file(name: str) -> Path | None:
 
 
 def secrets_in(field: str, raw: bytes) -> tuple[bytes, ...]:
-    """The secret, or the two secrets, each a line of text, of which the first is used and the
-    second accepted too. What is no text is one, whatever its bytes. Raises `UsageError`."""
+    """Return the secret, or the two secrets, each a line of text, of which the first is used and
+    the second accepted too. What is no text is one, whatever its bytes. Raises `UsageError`."""
     lines = [line.strip() for line in raw.strip().split(b"\n")]
     if len(lines) == 1 or not b"".join(lines).decode(errors="surrogateescape").isprintable():
         lines = [raw]
@@ -67,8 +72,35 @@ def secrets_in(field: str, raw: bytes) -> tuple[bytes, ...]:
     return tuple(lines)
 
 
+def disk_keys() -> dict[bytes, bytes]:
+    """Return the keys that disks are encrypted with, by their ids; the first encrypts, the others
+    are those before it. Empty where no file of them is named. Raises `UsageError` as `secret` does,
+    and where nothing can be encrypted for want of the extra `crypto`."""
+    if os.environ.get(DISK_KEYS):
+        raise UsageError(DISK_KEYS, "(set)", f"must name a file with keys, as {DISK_KEYS}_FILE")
+    where, path = "disk_keys_file", secret_file(DISK_KEYS)
+    if path is None:
+        return {}
+    try:  # all of it, so that threads import nothing later (kvstore/system/fork.py)
+        import cryptography.hazmat.primitives.ciphers
+        import cryptography.hazmat.primitives.kdf.hkdf  # noqa: F401
+    except ImportError as e:
+        must = f"needs the extra crypto: pip install 'kvstore-llm[crypto]' ({e})"
+        raise UsageError(where, str(path), must) from None
+    lines = read_secret(where, path).split()
+    for number, line in enumerate(lines, 1):
+        if len(line) != 64 or line.strip(b"0123456789abcdefABCDEF"):
+            must = "must be 64 hexadecimal digits, as of `openssl rand -hex 32`"
+            raise UsageError(where, f"{path}, key {number}", must)
+    keys = [bytes.fromhex(line.decode()) for line in lines]
+    if not 1 <= len(set(keys)) == len(keys) <= DISK_KEYS_MAX:
+        must = f"must have 1 to {DISK_KEYS_MAX} different keys, one a line: it has {len(keys)}"
+        raise UsageError(where, str(path), must)
+    return {blake2b(key, digest_size=8, person=b"kvstore disk id").digest(): key for key in keys}
+
+
 def tenant_salt(given: str | bytes | None = None) -> bytes:
-    """The salt of this process's tenant, for `Namespace`; empty when it has none."""
+    """Return the salt of this process's tenant, for `Namespace`; empty when it has none."""
     return secret(SALT, given) or b""
 
 

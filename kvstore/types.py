@@ -1,4 +1,4 @@
-"""Defines the words of the design as types: keys, locations and what a put says.
+"""Defines the terms of the design as types: keys, locations and the results of a put.
 
 Nothing here does I/O; everything above imports from here.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ Key = bytes
 """32 bytes: the chained hash of a whole prefix up to a block's end, bound to a namespace."""
 
 Value: TypeAlias = Any
-"""What a caller puts and gets: bytes of any kind, an array of numpy's, a tensor of torch's. It has
-no type, for neither library need be there."""
+"""What a caller puts and gets: bytes of any kind, a numpy array, a torch tensor. It has no static
+type, because neither library need be there."""
 
 
 class Array(Protocol):
@@ -33,7 +33,7 @@ class Array(Protocol):
 
 
 class Rows(Array, Protocol):
-    """One that has a length."""
+    """Something that has a length."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: Any, /) -> Any: ...
@@ -57,11 +57,41 @@ class Location(NamedTuple):
     generation: int
     """Grows with each reuse of the slot."""
     granule: int
-    """Which KiB of the page of that number the slot begins with."""
+    """Number of the KiB in its page at which the slot begins."""
     length: int
     """Payload bytes in the slot."""
     checksum: int
     """xxh3-64 of the payload, 0 when none was computed."""
+
+
+DiskKeys = Mapping[bytes, bytes]
+"""What disks are encrypted with, by the ids of the keys; the first one encrypts (secret.py)."""
+
+
+class DiskPlace(NamedTuple):
+    """Where a block lies on a node's disks."""
+
+    device: int
+    """0 to 15: its number at this start of the node."""
+    page: int
+    """First 4 KiB page of its payload within the device."""
+    lap: int
+    """Which filling of the region it is in."""
+
+
+class DiskBlock(NamedTuple):
+    """A block on disk, as the table tells it."""
+
+    key: Key
+    place: DiskPlace
+    length: int
+    kind: int
+    meta_length: int
+    checksum: int
+    """xxh3-64 of the payload; never 0 on disk."""
+    namespace_id: int
+    tag: bytes = b""
+    """Of AES-GCM (segment/disk/seal.py); empty where it is not encrypted."""
 
 
 class Kind(enum.IntEnum):
@@ -80,7 +110,7 @@ class PutStatus(enum.StrEnum):
     STORED = "stored"
     EXISTS = "exists"
     DIFFERS = "differs"
-    """Another value than this one is stored under the key, and stays there."""
+    """A different value is stored under the key, and stays there."""
     IN_PROGRESS = "in_progress"
     """Another writer holds a reservation for this key."""
     REJECTED = "rejected"
@@ -119,10 +149,10 @@ class Retained(enum.IntEnum):
     TENANT_BUDGET = 3
     """Its node retains as much for this tenant as it may (`Limits.retained_tenant_percent`)."""
     OTHERS = 4
-    """Another tenant retains it, for a shorter time: that one's budget pays, and nobody else ends
-    or lengthens it."""
+    """Another tenant retains it, for a shorter time: that tenant's budget pays, and nobody else
+    ends or lengthens it."""
     BOUNDED = 5
-    """Its namespace bounds its life, which goes before a wish to retain it."""
+    """Its namespace bounds its life, which wins over a wish to retain it."""
 
     def __bool__(self) -> bool:
         return self is Retained.YES
@@ -135,13 +165,14 @@ class Retained(enum.IntEnum):
 
 
 class Tier(enum.StrEnum):
-    """Where a block lies, seen from who reads it; the nearest first. No node keeps blocks on a
-    disk."""
+    """Where a block lies, seen from who reads it; the nearest first."""
 
     VRAM = "vram"
-    """Of a device of this host."""
+    """Memory of a device of this host."""
     HOST = "host"
     """Memory of this host."""
+    DISK = "disk"
+    """A disk of this host."""
     OTHER_HOST = "other_host"
 
 
@@ -150,4 +181,4 @@ def rejected(reason: str) -> PutResult:
 
 
 NO_SPACE = rejected("no space: every slot that fits is reserved or pinned")
-"""At this moment: worth another try soon."""
+"""There is no room at this moment; it is worth another try soon."""

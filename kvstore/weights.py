@@ -35,10 +35,10 @@ from kvstore.limits import (
 from kvstore.system.threads import DaemonThreads
 
 VERSION = "w1"
-"""Grows when the same files come to have another fingerprint."""
+"""Version of the fingerprint; it grows when the same files get another one."""
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-"""Left behind by trainers, read by no engine."""
+"""Files that trainers leave behind and no engine reads."""
 BESIDE = (
     ".index.json",
     "adapter_config.json",
@@ -47,19 +47,20 @@ BESIDE = (
     "hf_quant_config.json",
     ".py",
 )
-"""How names end of files that say how weights are to be used: code of the model, too."""
+"""Last parts of names of files that say how weights are to be used, the model's code included."""
 _SNAPSHOT = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_fingerprint(
     path: str | os.PathLike[str], *, timeout_s: float = WEIGHTS_TIMEOUT_S
 ) -> str:
-    """A name for the weights in `path`, a directory or one file: the same for the same files.
+    """Return a name for the weights in `path`, a directory or one file: the same for the same
+    files.
 
     Files of up to `WEIGHT_WHOLE_BYTES_MAX` bytes count whole; of larger ones the header of
-    safetensors, the size, and `WEIGHT_SAMPLES_MAX` samples of `WEIGHT_SAMPLE_BYTES` bytes
-    in all files together, in every tensor while there are that many. In a snapshot of a Hugging
-    Face cache its commit counts as well. Subdirectories do not.
+    safetensors, the size, and `WEIGHT_SAMPLES_MAX` samples of `WEIGHT_SAMPLE_BYTES` bytes in all
+    files together, in every tensor while there are that many. In a snapshot of a Hugging Face cache
+    its commit counts as well. Subdirectories do not.
 
     Raises `UsageError` when there are no weights to be read there, `DeadlineError` after
     `timeout_s` seconds (a read that hangs is not waited for longer), and `PeerError` where the host
@@ -99,7 +100,8 @@ def _files(root: Path) -> list[Path]:
 
 
 def _hub_commit(root: Path) -> str:
-    """The commit of a snapshot in a Hugging Face cache (`models--ORG--NAME/snapshots/COMMIT`)."""
+    """Return the commit of a snapshot in a Hugging Face cache
+    (`models--ORG--NAME/snapshots/COMMIT`)."""
     real = root.absolute()
     for place in (real, real.parent, root.resolve()):
         if (
@@ -112,7 +114,7 @@ def _hub_commit(root: Path) -> str:
 
 
 def _digests(root: Path, files: Sequence[Path], samples: int, deadline: float) -> Iterator[bytes]:
-    """One for each of `files`, in order; several are read at a time."""
+    """Return a digest for each of `files`, in order; several are read at a time."""
     threads = DaemonThreads(WEIGHTS_THREADS, "kvstore-weights")
     futures = [threads.submit(partial(_digest, file, samples, deadline)) for file in files]
     try:
@@ -168,7 +170,8 @@ def _pieces(part: _Range) -> Iterator[_Range]:
 
 
 def _spread(ranges: Sequence[_Range], samples: int) -> Iterator[_Range]:
-    """`samples` places, evenly over `ranges` and within each; of more ranges every n-th."""
+    """Yield `samples` places, evenly over `ranges` and within each; of more ranges than samples
+    every n-th."""
     if not ranges:
         return
     step = max(1, -(-len(ranges) // samples))
@@ -182,7 +185,8 @@ def _spread(ranges: Sequence[_Range], samples: int) -> Iterator[_Range]:
 
 
 def _safetensors(fd: int, size_bytes: int) -> tuple[_Range, list[_Range]]:
-    """The header, and where each tensor lies. Of a header that is none: its first bytes."""
+    """Return the header, and where each tensor lies. Of an invalid header: the file's first
+    bytes."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > min(size_bytes - 8, WEIGHT_HEADER_BYTES_MAX):
         return _Range(0, WEIGHT_SAMPLE_BYTES), []

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar, overloa
 from kvstore.client import arguments
 from kvstore.client.base import ResetResult
 from kvstore.client.client import A, Client, K, Names, Pairs, Several
+from kvstore.client.explanation import Explanation
 from kvstore.client.health import Health
-from kvstore.client.missing.explanation import Explanation
 from kvstore.client.pinned import NotPinned, Pinned, TokenMatch
 from kvstore.client.values.put_pipeline import unless
 from kvstore.errors import PeerError, UsageError

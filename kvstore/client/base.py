@@ -1,6 +1,6 @@
 """Defines the contract between connectors and the store: blocks in, blocks out, by key.
 
-`BlockStore` is what `connector/` is written against; `kvstore.BlockSession`
+`BlockStore` is what `connector/` is written against; `kvstore.spi.BlockSession`
 implements it over Redis and the memory node of this host.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from kvstore.client.missing.explanation import FieldDifference, Missing, MissReason
+from kvstore.client.explanation import FieldDifference, Missing, MissReason
 from kvstore.index.base import Record
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S
@@ -131,7 +131,7 @@ class Saver(Protocol[R_contra]):
 
     It grants reservations (each kind is asked for them in its own way) and takes each back once,
     by a commit or an abort. Until then the memory is its writer's, whatever the saver does or
-    fails at (rule 5). `client/savers.py` divides what is of several.
+    fails at (rule 5). `client/nodes/saving/savers.py` divides what is of several.
     """
 
     def commit_later(self, reservations: Sequence[R_contra]) -> Later[PutResult]:
@@ -219,6 +219,12 @@ class BlockStore(Protocol):
         and waits for nothing: for metrics."""
         ...
 
+    def sources(self, found: Sequence[BlockRef]) -> list[str]:
+        """Return what each of `found` would be read from, as a name by which speeds are kept: its
+        tier, followed by a colon and the start of its node where that is not this host's memory.
+        Asks nobody, like `tiers`."""
+        ...
+
     def view(self, found: BlockRef) -> BlockView | None:
         """Return the block in place, or None when it is not there (any more): a miss."""
         ...
@@ -258,8 +264,20 @@ class BlockStore(Protocol):
         """Give slots back unwritten. Never raises for a peer's fault."""
         ...
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Say that blocks were used: coalesced, one way, never waits."""
+    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
+        """Say that blocks were read, or `saved` together, which only keeps the order of their
+        prefix: coalesced, one way, never waits."""
+        ...
+
+    def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
+        """Ask nodes whether these blocks were read since they were stored; waits as `why_missing`
+        does. False: evicted, and nobody is known to have read it. None: unread, or nobody knows.
+        Empty when no node answered."""
+        ...
+
+    def report(self, counts: Mapping[str, int]) -> bool:
+        """Tell one node of this host what an engine has counted since the last time, by name
+        (core/outgoing/watched.py), for its metrics: one way, never waits. False when none was."""
         ...
 
     def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:

@@ -1,9 +1,10 @@
 """Looks up who has each block, in two stages: this host's memory first, then the index.
 
-    key -> found here  by the tables of hints of the segments that are mapped: nobody is asked and
+    key -> found here  by the tables of hints of the segments that are mapped, then by those of
+                       their nodes' disks: nobody is asked and
                        nobody waited for, so it needs no deadline. Of nodes of the client's own
                        index alone, which a lookup may believe as it believes the index; and only
-                       what this client can read (client/missing/readability.py)
+                       what this client can read (client/nodes/readability.py)
         -> by record   the index is asked for the keys that were missing, within the deadline. What
                        its record names counts where that node can be read from here; where not,
                        this host's memory may have the block of another node
@@ -15,21 +16,22 @@ same keys. Either stage gives a hint (rule 7): whoever reads the block compares 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 from kvstore.batches import in_batches
 from kvstore.client.base import BlockRef, LookupResult, PrefixMatch
-from kvstore.client.local.nodes import Attached, LocalNodes
-from kvstore.client.missing.explanation import MissReason
-from kvstore.client.missing.readability import NO_CHECKSUM
+from kvstore.client.explanation import MissReason
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.known import Attached
+from kvstore.client.nodes.readability import NO_CHECKSUM, ReadSource
 from kvstore.client.reader import Reader
-from kvstore.client.remote.peers import Peers
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.record import RecordSigner, has_checksum, pack_place
+from kvstore.record import RecordSigner, disk_location, has_checksum, pack_place, pack_record
 from kvstore.segment.header import KEY_PART, fields
 from kvstore.segment.locate import offset_of
 from kvstore.types import Key, Tier
@@ -40,14 +42,16 @@ KEYS_AT_ONCE = 64
 """Looked for between two looks at the clock; about 0.1 ms."""
 RECORDS_KEPT_MAX = 1 << 14
 """Of one segment: about 5 MB. To make one costs more than all the rest of finding it."""
-_NODE_PART = slice(4, 16)
-"""Epoch and node id in a record (record.py)."""
+_NODE_PART = slice(2, 16)
+"""Segment, epoch and node id in a record (record.py)."""
+_NODE_PART_BYTES = 14
+_SEGMENT_START = struct.Struct("<HIQ")
 _block_ref: Callable[[tuple[Key, Record | None]], BlockRef] = partial(tuple.__new__, BlockRef)
 """Makes one of a key and its record, which is none of those that are None, in less time."""
 
 
 def found_here(
-    nodes: LocalNodes,
+    nodes: NodeDirectory,
     signer: RecordSigner | None,
     keys: Sequence[Key],
     give_up_at: float | None = None,
@@ -67,10 +71,36 @@ def found_here(
         mapped: Sequence[Attached] = nodes.ours(now(), find=signer is None)
     else:
         mapped = nodes.every(now())
+    with_disks = [attached for attached in mapped if attached.disks is not None]
     for batch in in_batches(keys, KEYS_AT_ONCE):
         if give_up_at is not None and now() >= give_up_at:
             return
-        yield from _found_in(mapped, signer, batch)
+        found = _found_in(mapped, signer, batch)
+        yield from _or_on_disk(with_disks, signer, batch, found) if with_disks else found
+
+
+def _or_on_disk(
+    with_disks: Sequence[Attached],
+    signer: RecordSigner | None,
+    keys: Sequence[Key],
+    found: Sequence[BlockRef | None],
+) -> Iterator[BlockRef | None]:
+    """Yield what was found in memory, else what the tables of disks have: these are not looked at
+    beyond what is asked for."""
+    for key, one in zip(keys, found, strict=True):
+        yield one if one is not None else _on_disk(with_disks, signer, key)
+
+
+def _on_disk(
+    with_disks: Sequence[Attached], signer: RecordSigner | None, key: Key
+) -> BlockRef | None:
+    for attached in with_disks:
+        block = None if attached.disks is None else attached.disks.find_readable(key)
+        if block is not None:
+            node = attached.announcement
+            record = pack_record(key, disk_location(node.node_id, node.epoch, block))
+            return BlockRef(key, record if signer is None else signer.signed(key, record))
+    return None
 
 
 def _found_in(
@@ -138,9 +168,10 @@ def _leading(found: Iterable[BlockRef | None]) -> Iterator[BlockRef]:
         yield one
 
 
-def _start(part: bytes) -> tuple[int, int]:
-    """Return (node id, epoch) of what `_NODE_PART` cuts out."""
-    return int.from_bytes(part[4:], "little"), int.from_bytes(part[:4], "little")
+def _start(part: bytes) -> tuple[int, int, int]:
+    """Return (node id, epoch, segment) of what `_NODE_PART` cuts out."""
+    segment, epoch, node_id = _SEGMENT_START.unpack(part)
+    return node_id, epoch, segment
 
 
 class BlockLookup:
@@ -150,8 +181,6 @@ class BlockLookup:
     def __init__(
         self,
         index: Index,
-        nodes: LocalNodes,
-        remote: Peers | None,
         reader: Reader,
         signer: RecordSigner | None,
         index_timeout_s: float,
@@ -159,20 +188,19 @@ class BlockLookup:
         """`reader` counts misses, and says what can be read. `index_timeout_s` is what a lookup
         without a deadline of its own may still take on this host when the index has failed."""
         self._index = index
-        self._nodes = nodes
-        self._remote = remote
         self._reader = reader
         self._signer = signer
         self._index_timeout_s = index_timeout_s
         self._readability = reader.readability
-        self._now = nodes.machine.monotonic
+        self._nodes = self._readability.nodes
+        self._now = self._nodes.machine.monotonic
 
     def _found_here(
         self, keys: Sequence[Key], give_up_at: float | None = None
     ) -> Iterator[BlockRef | None]:
         """`found_here`, as far as this client can read it."""
         found = found_here(self._nodes, self._signer, keys, give_up_at)
-        if self._readability is None or not self._readability.verifies:
+        if not self._readability.verifies:
             return found
         return (one if one is not None and has_checksum(one.record) else None for one in found)
 
@@ -326,8 +354,9 @@ class BlockLookup:
         now = self._now()
         self._nodes.check(now)
         parts = {record[_NODE_PART] for record in records if record is not None}
-        away = {part for part in parts if not self._reachable(part, now)}
-        checked = {part for part in parts - away if self._needs_checksum(part)}
+        sources = {part: self._source(part, now) for part in parts}
+        away = {part for part, source in sources.items() if source is None}
+        checked = {part for part, source in sources.items() if source and source.needs_checksum}
         if not away and not checked:
             return list(records)
         return [
@@ -339,40 +368,34 @@ class BlockLookup:
             for r in records
         ]
 
-    def _needs_checksum(self, part: bytes) -> bool:
-        return self._readability is not None and self._readability.needs_checksum(*_start(part))
-
     def _unreadable(self, record: Record) -> MissReason:
         """Return why a block that is there cannot be read from here."""
         part = record[_NODE_PART]
-        if self._readability is None or len(part) != 12:
+        if len(part) != _NODE_PART_BYTES:
             return MissReason.OUT_OF_REACH
-        if self._reachable(part, self._now()):
+        if self._source(part, self._now()) is not None:
             return NO_CHECKSUM.reason
         return self._readability.why_not(*_start(part)).reason
 
-    def _reachable(self, part: bytes, now: float) -> bool:
-        if len(part) != 12:
-            return False
-        node_id, epoch = _start(part)
-        if self._nodes.segment(node_id, epoch, now) is not None:
-            return True
-        return self._remote is not None and self._remote.node(node_id, epoch, now) is not None
+    def _source(self, part: bytes, now: float) -> ReadSource | None:
+        if len(part) != _NODE_PART_BYTES:
+            return None
+        node_id, epoch, segment = _start(part)
+        return self._readability.find(node_id, epoch, now, segment=segment)
 
     def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
         """See `BlockStore.tiers`."""
         parts = [one.record[_NODE_PART] for one in found]
-        by_part = {part: self._tier(part) for part in set(parts)}
+        by_part = {part: self._readability.tier(*_start(part)) for part in set(parts)}
         return [by_part[part] for part in parts]
 
-    def _tier(self, part: bytes) -> Tier:
-        node_id, epoch = _start(part)
-        if self._nodes.mapped_start(node_id, epoch):
-            return Tier.HOST
-        vram = None if self._remote is None else self._remote.vram
-        if vram is not None and vram.known(node_id, epoch):
-            return Tier.VRAM
-        return Tier.OTHER_HOST
+    def sources(self, found: Sequence[BlockRef]) -> list[str]:
+        """See `BlockStore.sources`."""
+        near = (Tier.VRAM, Tier.HOST)
+        return [
+            tier.value if tier in near else f"{tier}:{one.record[_NODE_PART].hex()}"
+            for one, tier in zip(found, self.tiers(found), strict=True)
+        ]
 
     def _in_time(
         self, keys: Sequence[Key], started: float, timeout_s: float | None

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar, overload
 
 from kvstore.client import arguments
 from kvstore.client.base import ResetResult
+from kvstore.client.explanation import Explanation, Missing, MissReason
 from kvstore.client.health import Health, ask_index
-from kvstore.client.local.deadlines import until
-from kvstore.client.local.link import Grants
-from kvstore.client.missing.explanation import Explanation, Missing, MissReason
 from kvstore.client.missing.miss_query import about_block, about_value
+from kvstore.client.nodes.deadlines import until
+from kvstore.client.nodes.fetch import RemoteBlock
+from kvstore.client.nodes.saving.link import Grants
+from kvstore.client.payloads import tensors
 from kvstore.client.pinned import NotPinned, Pinned, TokenMatch
-from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.client.session import BlockSession, Verify
-from kvstore.client.values import tensors
-from kvstore.client.values.existing import node_of
 from kvstore.client.values.getting import ValueGetter
 from kvstore.client.values.saving import ValueSaver
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
@@ -151,8 +150,11 @@ class Client(arguments.Uncopied):
         self._getter = ValueGetter(self.session)
         self._verify = verify == "always"
         self._saver = ValueSaver(self.session, namespace.id)
+        self._names = self.session.value_names.waiting
         self._explained: dict[str, int] = {}
         self._counts = {"stored": 0, "not_stored": 0}
+        self._tokens: dict[str, int] = {}
+        self.session.counted = {"": self._tokens, "client_": self._getter.counts}
 
     # --- putting ----------------------------------------------------------
 
@@ -164,7 +166,13 @@ class Client(arguments.Uncopied):
         is another one. For keys of your own `replace=True` drops that first, on the nodes of
         this host and where the index says that it is; who reads meanwhile has a miss.
         """
-        return self._save_values([key], [value], replace)[0]
+        if replace is not False:
+            return self._save_values([key], [value], replace)[0]
+        raw_key = self._value_key(key)
+        (result,) = self._saver.put([raw_key], [tensors.encode(value)])
+        self._names.append((raw_key, key))
+        self._counts["stored" if result in (STORED, EXISTS) else "not_stored"] += 1
+        return result
 
     @overload
     def put_many(
@@ -202,7 +210,7 @@ class Client(arguments.Uncopied):
         keys = self.namespace.value_keys(names)
         payloads = list(map(tensors.encode, values))
         results = (self._saver.replace if replace else self._saver.put)(keys, payloads)
-        self.session.value_names.note(keys, names)
+        self._names.extend(zip(keys, names, strict=True))
         return self._counted(results)
 
     def _counted(self, results: list[PutResult]) -> list[PutResult]:
@@ -261,8 +269,21 @@ class Client(arguments.Uncopied):
         arrays or tensors have a dtype and a shape.
         """
         keys = self._block_keys(tokens)[: len(arguments.several("out", out, "buffers"))]
+        before = dict(self._reader.miss_reasons)
         got = self._getter.get_many(keys, [out[i] for i in range(len(keys))])
-        return next((i for i, value in enumerate(got) if value is None), len(got))
+        hit = next((i for i, value in enumerate(got) if value is None), len(got))
+        # Calls of other threads count there too: then a reason of theirs may be told.
+        now = dict(self._reader.miss_reasons)
+        why = [name for name, n in now.items() if n > before.get(name, 0)]
+        missed = f"missed_tokens:{why[0] if why else MissReason.ABSENT.value}"
+        for name, blocks in (
+            ("asked_tokens", len(got)),
+            ("hit_tokens", hit),
+            (missed, len(got) - hit),
+        ):
+            if blocks:
+                self._tokens[name] = self._tokens.get(name, 0) + blocks * self.block_tokens
+        return hit
 
     def exists(self, key: str | bytes) -> bool:
         """Return whether a get would have hit a moment ago."""
@@ -305,7 +326,10 @@ class Client(arguments.Uncopied):
 
     def _check_not_remote(self, key: str | bytes, raw_key: Key) -> None:
         location = self._reader.search((raw_key,)).remote.get(0)
-        announcement = None if location is None else node_of(self.session.remote, location)
+        if location is None:
+            return
+        now = self.session.machine.monotonic()
+        announcement = self.session.remote.node(*location[:2], now)
         if announcement is not None:
             raise UsageError(
                 "key",
@@ -367,25 +391,28 @@ class Client(arguments.Uncopied):
         """
         keys = self._block_keys(tokens)
         with patient():
-            hit, missing = self._first_missing(tokens, keys)
+            found, missing = self._first_missing(tokens, keys)
         self._count_reason(missing)
         return Explanation(
             possible_tokens=len(keys) * self.block_tokens,
-            hit_tokens=hit * self.block_tokens,
+            hit_tokens=len(found) * self.block_tokens,
+            disk_blocks=sum(map(_is_on_disk, found)),
             first_missing=missing,
         )
 
-    def _first_missing(self, tokens: Tokens, keys: Sequence[Key]) -> tuple[int, Missing | None]:
-        """Return how many leading blocks are there, and why not the next one."""
+    def _first_missing(
+        self, tokens: Tokens, keys: Sequence[Key]
+    ) -> tuple[list[object], Missing | None]:
+        """Return where the leading blocks are that are there, and why not the next one."""
         if not keys:
             detail = f"{len(tokens)} tokens do not fill one block of {self.block_tokens}"
-            return 0, Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
+            return [], Missing(block=0, reason=MissReason.TOO_SHORT, detail=detail)
         found = self._found(keys)
         hit = found.index(None) if None in found else len(keys)
         if hit == len(keys):
-            return hit, None
+            return found, None
         question = about_block(hit, keys[hit], tokens, self.namespace, self.block_tokens)
-        return hit, self.session.why_missing(question)
+        return found[:hit], self.session.why_missing(question)
 
     def _found(self, keys: Sequence[Key]) -> list[object]:
         """Return where each block is that can be read: nodes of other hosts are tried."""
@@ -402,11 +429,18 @@ class Client(arguments.Uncopied):
         otherwise."""
         raw_key, missing = self._value_key(key), None
         with patient():
-            if self._found((raw_key,)) == [None]:
+            (found,) = self._found((raw_key,))
+            if found is None:
                 missing = self.session.why_missing(about_value(key, self.namespace))
         self._count_reason(missing)
         name = key if isinstance(key, str) else key.decode(errors="backslashreplace")
-        return Explanation(possible_tokens=0, hit_tokens=0, first_missing=missing, key=name)
+        return Explanation(
+            possible_tokens=0,
+            hit_tokens=0,
+            first_missing=missing,
+            disk_blocks=_is_on_disk(found),
+            key=name,
+        )
 
     def _count_reason(self, missing: Missing | None) -> None:
         if missing is None:
@@ -511,3 +545,7 @@ class Client(arguments.Uncopied):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _is_on_disk(found: object) -> bool:
+    return isinstance(found, RemoteBlock) and found.location.segment > 0

@@ -15,6 +15,7 @@ from kvstore.types import KEY_BYTES
 
 log = logging.getLogger("kvstore.client")
 
+DISK_CLOSED = "%d of its disks does not work: its log says why"
 NO_KEY = bytes(KEY_BYTES)
 """The key of no block: asking for it needs the rights that a lookup needs."""
 
@@ -32,6 +33,10 @@ class Health:
     """The same for the nodes of other hosts, and why this client cannot read them. That is no
     fault while one of them, or a node of this host, can be."""
 
+    disks: Mapping[str, str] = field(default_factory=dict)
+    """By name, for nodes of this host of which a disk does not work: how many. That is no fault:
+    it costs misses."""
+
     def __bool__(self) -> bool:
         alone = not self.nodes and len(self.others) > 0 and all(self.others.values())
         return not (self.index or any(self.nodes.values()) or alone)
@@ -41,7 +46,11 @@ class Health:
         wrong += [f"node {name}: {why}" for name, why in self.nodes.items() if why]
         right = "healthy" if self.nodes else "healthy, with no memory node on this host"
         said = wrong if not self else [right]
-        said += [f"node {name}: {why}" for name, why in self.others.items() if why]
+        said += [
+            f"node {name}: {why}"
+            for name, why in (*self.others.items(), *self.disks.items())
+            if why
+        ]
         return "; ".join(said)
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, Self
 
 from kvstore.batches import in_batches
 from kvstore.client.arguments import Uncopied
-from kvstore.client.missing.explanation import MissReason, reason_of
-from kvstore.client.remote.node_directory import NodeDirectory
+from kvstore.client.explanation import MissReason, reason_of
+from kvstore.client.nodes.directory import NodeDirectory
 from kvstore.compiled.key_set import split_keys
 from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError
@@ -19,7 +19,6 @@ from kvstore.limits import BATCH_KEYS_MAX, Limits
 from kvstore.record import RecordSigner, node_start_of, unpack_record
 from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
-from kvstore.transport.registry import TRANSPORTS
 from kvstore.types import Key, StrPath
 
 
@@ -89,16 +88,17 @@ class Locator(Uncopied):
     ) -> None:
         key = secret(SIGNING_KEY, signing_key)
         self._signer = RecordSigner(key, key_prefix) if key else None
+        where = default_run_dir(run_dir)
         self._opened: OpenedIndex = open_guarded(
             url,
             key_prefix=key_prefix,
-            run_dir=default_run_dir(run_dir),
+            run_dir=where,
             limits=limits or read_config().limits(),
         )
         self._index = self._opened.index
-        self._nodes = NodeDirectory(self._index, lambda _: TRANSPORTS, self._signer)
-        """Of its own, though a session has one (remote/peers.py): a router has no session, and
-        whether it could reach a node itself is nothing to it."""
+        self._nodes = NodeDirectory(where, self._index, key_prefix, use=False, signer=self._signer)
+        """Of its own, though a session has one: a router has no session, and whether it could reach
+        a node itself is nothing to it."""
 
     def leading(self, keys: Sequence[Key] | bytes) -> Holders:
         """Return the holders of the longest leading run of `keys`, one each. `keys` may be the

@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 from kvstore.client.arguments import Uncopied
 from kvstore.client.base import BlockRef
+from kvstore.client.payloads.dtypes import Described, described
+from kvstore.client.payloads.tensors import numpy_dtype, torch_dtype
 from kvstore.client.pins import HeldPin, Memory
 from kvstore.client.reader import Place
-from kvstore.client.values.dtypes import Described, described
-from kvstore.client.values.tensors import numpy_dtype, torch_dtype
 from kvstore.errors import UsageError
 from kvstore.segment.attached import private_pages
 from kvstore.system.memory_files import address_of
@@ -143,6 +143,7 @@ class Pinned(Uncopied):
             return
         with self._pins.closing():
             self._memory = None
+        self._pins.settle()
 
     def __enter__(self) -> Self:
         return self

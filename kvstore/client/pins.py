@@ -9,13 +9,14 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvstore.errors import NodeUnavailableError
 from kvstore.machine import REAL, Machine
 from kvstore.record import slot_of
 from kvstore.system.fork import in_each_child
 from kvstore.system.memory_files import address_of
+from kvstore.system.scoped import Giving, Scoped
 from kvstore.types import Key
 
 IDLE_S = 1.0
@@ -81,7 +82,7 @@ class Pins:
         self.dropped: deque[PinRef] = deque()
         """Of pins that have ended. They leave it once the nodes were told."""
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._closing = threading.local()
+        self._closing: Scoped[None] = Scoped()
         self._thread: threading.Thread | None = None
         in_each_child(self)
 
@@ -114,18 +115,12 @@ class Pins:
 
     def _wake_up(self) -> None:
         """In whatever thread dropped the last view, at any point of it: take no lock."""
-        if not getattr(self._closing, "here", False):
+        if not (self._closing.entries and self._closing.in_force()):
             self._wake.put(None)
 
-    @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
-        """Tell the node at the end of this block which pins ended in it, if it can be reached."""
-        self._closing.here = True
-        try:
-            yield
-        finally:
-            self._closing.here = False
-            self.settle()
+    def closing(self) -> Giving[None]:
+        """Return a context for who lets a pin go and calls `settle` then: no thread is woken."""
+        return self._closing.giving(None)
 
     def settle(self) -> None:
         """Let go what has ended. Never raises for a peer's fault; who is interrupted leaves the

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from kvstore.batches import in_batches
+from kvstore.client.explanation import MissReason
 from kvstore.client.health import IndexWatch
-from kvstore.client.local.corruption_reporter import CorruptionReporter
-from kvstore.client.local.nodes import Attached, LocalNodes
-from kvstore.client.missing.explanation import MissReason
-from kvstore.client.missing.readability import NO_CHECKSUM, Readability, without_index
-from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock, fetch
-from kvstore.client.remote.reader import RemoteNodes
-from kvstore.client.values.out import Out
+from kvstore.client.nodes.corruption_reporter import CorruptionReporter
+from kvstore.client.nodes.fetch import FetchedBlock, OnDisk, RemoteBlock, fetch
+from kvstore.client.nodes.known import Attached
+from kvstore.client.nodes.readability import NO_CHECKSUM, Readability
+from kvstore.client.payloads.out import Out
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import Index, Record
-from kvstore.limits import BATCH_KEYS_MAX, VALUE_BYTES_MAX
-from kvstore.record import RecordSigner, unpack_record
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.record import RecordSigner, disk_location, unpack_record
 from kvstore.segment.copying import copy
 from kvstore.segment.header import KEY_PART, Fields
 from kvstore.segment.locate import locate, spot_of
@@ -33,6 +32,7 @@ from kvstore.types import Key, Location
 
 if TYPE_CHECKING:
     from kvstore.cuda.base import DeviceRange
+    from kvstore.segment.disk.attached import AttachedDisks
 
 log = logging.getLogger("kvstore.client")
 
@@ -98,7 +98,8 @@ class Place:
 
 
 class Search(list[Place | RemoteBlock | None]):
-    """Where each block that was looked for is: in this host's memory, on another host, nowhere."""
+    """Where each block that was looked for is: in this host's memory or on its disks, on another
+    host, nowhere."""
 
     @property
     def places(self) -> list[Place | None]:
@@ -106,6 +107,11 @@ class Search(list[Place | RemoteBlock | None]):
 
     @property
     def remote(self) -> dict[int, Location]:
+        return {i: ref.location for i, ref in enumerate(self) if type(ref) is RemoteBlock}
+
+    @property
+    def fetched(self) -> dict[int, Location]:
+        """What is in no memory of this host: on another one, or on a disk."""
         return {i: ref.location for i, ref in enumerate(self) if isinstance(ref, RemoteBlock)}
 
 
@@ -115,28 +121,24 @@ class Reader:
     def __init__(
         self,
         index: Index,
-        nodes: LocalNodes,
-        remote: RemoteNodes | None = None,
+        readability: Readability,
         *,
         signer: RecordSigner | None = None,
         reporter: CorruptionReporter | None = None,
         watch: IndexWatch | None = None,
-        readability: Readability | None = None,
     ) -> None:
-        """Without `remote`, only blocks of this host can be read. With `signer` only records
-        count that it signed; `reporter` tells nodes of damage, `watch` people of an index that
-        fails. Without a `readability` every block of a node that can be reached can be read."""
+        """With `signer` only records count that it signed; `reporter` tells nodes of damage,
+        `watch` people of an index that fails."""
         self._index = index
-        self._nodes = nodes
-        self._now = nodes.machine.monotonic
-        self._remote = remote
+        self.readability = readability
+        self._nodes = readability.nodes
+        self._now = self._nodes.machine.monotonic
         self._signer = signer
         self._believes_names = signer is None
         """Whether a node of this host is believed for what it says its index is, before a record
         names it. With a signer, only a signed record says that a node is to be believed."""
         self._reporter = reporter
-        self.readability = readability
-        self._verifies = readability is not None and readability.verifies
+        self._verifies = readability.verifies
         self.remembered: dict[Key, Place] = {}
         """Where blocks were seen in this host's memory: to be used without looking for them."""
         self._seen_remote: dict[Key, Location] = {}
@@ -150,7 +152,7 @@ class Reader:
     def index_failed(self, error: IndexUnavailableError, *, missed: bool = True) -> MissReason:
         """Count a failure of the index, and the call when it `missed` for it; return why it did."""
         self.index_failures += 1
-        reason = without_index(self.readability, error).reason
+        reason = self.readability.without_index(error).reason
         if missed:
             self.missed(reason)
         self._watch.failed(error)
@@ -207,7 +209,7 @@ class Reader:
         for i, place in enumerate(found):
             if place is None:
                 location = self._seen_remote.get(keys[i])
-                if location is not None and self._reached(location, now):
+                if location is not None and self._travels(location, now):
                     found[i] = RemoteBlock(keys[i], location, remembered=True)
                 else:
                     unknown.append(i)
@@ -237,42 +239,34 @@ class Reader:
 
     def resolve(self, key: Key, record: Record) -> Place | RemoteBlock | None:
         """Return where a record says that the block is: in this host's memory, where its header is
-        SEALED and says the same, or on another host that can be reached."""
-        if not self.genuine(key, record):
+        SEALED and says the same, on its disks, or on another host that can be reached."""
+        if self._signer is not None and not self.genuine(key, record):
             return None
         location = unpack_record(key, record)
         if location is None:
             return None
-        now = self._now()
-        attached = self._nodes.segment(location.node_id, location.epoch, now)
-        if attached is None:
-            if not self._reached(location, now):
-                self._count_unreadable(location)
-            elif location.checksum or not self._needs_checksum(location):
-                return RemoteBlock(key, location)
-            else:
-                self.missed(NO_CHECKSUM.reason)
+        source = self.readability.find(
+            *location[:2], self._now(), location.length, location.segment
+        )
+        if source is None:
+            self.missed(self.readability.why_not(*location[:3]).reason)
             return None
-        if self._verifies and not location.checksum:
+        if source.needs_checksum and not location.checksum:
             self.missed(NO_CHECKSUM.reason)
             return None
+        there = source.there
+        if not isinstance(there, Attached):
+            return RemoteBlock(key, location)
+        if location.segment:
+            return OnDisk(key, location)
         # A segment that is mapped here has the last word on what is in it.
-        spot = locate(attached.shm, key, location)
-        return None if spot is None else self._place(attached, *spot)
-
-    def _needs_checksum(self, at: Location) -> bool:
-        return self.readability is not None and self.readability.needs_checksum(*at[:2])
+        spot = locate(there.shm, key, location)
+        return None if spot is None else self._place(there, *spot)
 
     def refused(self, block: RemoteBlock) -> MissReason | None:
         """Return why its node does not serve this client, when it failed for that."""
-        if self.readability is None:
-            return None
         reason = self.readability.why_not(*block.location[:2]).reason
         return None if reason is MissReason.OUT_OF_REACH else reason
-
-    def _count_unreadable(self, at: Location) -> None:
-        if self.readability is not None:
-            self.missed(self.readability.why_not(*at[:2]).reason)
 
     def read(
         self,
@@ -296,8 +290,8 @@ class Reader:
                 views.append(None)
             else:
                 views.append(ref)
-        if remote and self._remote is not None:
-            for i, block in fetch(self._remote, remote, into, deadline, rooms).items():
+        if remote:
+            for i, block in fetch(self.readability.remote, remote, into, deadline, rooms).items():
                 views[i] = block
         return views
 
@@ -306,20 +300,13 @@ class Reader:
         reached."""
         if self._signer is not None and not self._signer.right(key, record):
             return None  # `resolve` has counted it
-        location, now = unpack_record(key, record), self._now()
-        if location is None or self._nodes.segment(location.node_id, location.epoch, now):
-            return None
-        return location if self._reached(location, now) else None
+        location = unpack_record(key, record)
+        return location if location is not None and self._travels(location, self._now()) else None
 
-    def _reached(self, location: Location, now: float) -> bool:
-        """Also that it can be: a reader makes room for all of a block before it asks its node."""
-        remote = self._remote
-        announcement = (
-            None if remote is None else remote.node(location.node_id, location.epoch, now)
-        )
-        return announcement is not None and location.length <= min(
-            announcement.size_bytes, VALUE_BYTES_MAX
-        )
+    def _travels(self, at: Location, now: float) -> bool:
+        """Return whether the block is on another host or in VRAM, and can be read from there."""
+        source = self.readability.find(*at[:2], now, at.length)
+        return source is not None and not isinstance(source.there, Attached)
 
     def seen_remote(self, key: Key, location: Location) -> None:
         """Remember that the block was read there; `forget` it when it is there no more."""
@@ -333,7 +320,7 @@ class Reader:
 
     def _find_here(self, found: Search, keys: Sequence[Key]) -> None:
         """Fill in what is missing of `found` and lies in a segment that is mapped already, by its
-        table of hints."""
+        table of hints, or on the disks of its node, by theirs."""
         for attached in self._nodes.mapped:
             unknown = [i for i, place in enumerate(found) if place is None]
             if not unknown:
@@ -345,6 +332,18 @@ class Reader:
                     spot = spot_of(shm.superblock.size_bytes, slot_id, image)
                     if spot is not None:
                         found[i] = self._place(attached, *spot)
+        for attached in self._nodes.mapped:
+            if attached.disks is not None:
+                self._find_on_disk(attached, attached.disks, found, keys)
+
+    def _find_on_disk(
+        self, attached: Attached, disks: AttachedDisks, found: Search, keys: Sequence[Key]
+    ) -> None:
+        node = attached.announcement
+        for i, place in enumerate(found):
+            block = disks.find_readable(keys[i]) if place is None else None
+            if block is not None:
+                found[i] = OnDisk(keys[i], disk_location(node.node_id, node.epoch, block))
 
     def place(self, key: Key, record: Record) -> Place | None:
         """`resolve`, for what is in this host's memory."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from kvstore.batches import in_batches
 from kvstore.client.base import ResetResult
-from kvstore.client.local.deadlines import until
-from kvstore.client.local.host_writer import HostWriter
-from kvstore.client.remote.writer import RemoteWriter
+from kvstore.client.nodes.deadlines import until
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.saving.host_writer import HostWriter
+from kvstore.client.nodes.saving.remote_writer import RemoteWriter
 from kvstore.core.resets import RANDOM_BITS, Resets
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError, UsageError
-from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index
 from kvstore.limits import RESET_LISTENS_S, RESET_NAMESPACES_MAX
-from kvstore.machine import REAL, Machine
-from kvstore.nodedir import Announcement, announced
-from kvstore.record import RecordSigner
+from kvstore.machine import Machine
+from kvstore.nodedir import Announcement
 from kvstore.transport.registry import CUDA_IPC
 
 POLL_S = 0.05
@@ -28,24 +26,22 @@ def reset_everywhere(
     writer: HostWriter,
     remote: RemoteWriter,
     index: Index,
-    run_dir: Path,
-    key_prefix: str,
+    nodes: NodeDirectory,
     namespace_ids: Sequence[int],
     timeout_s: float,
     *,
     alone: bool = False,
-    signer: RecordSigner | None = None,
-    machine: Machine = REAL,
 ) -> ResetResult:
     """Tell a node, of this host if there is one, which tells all others; wait until they have
     confirmed it. `alone`: all nodes are in this run directory.
 
     Raises `NodeUnavailableError` or `DeadlineError` when there are nodes and none could be told.
     """
+    machine = nodes.machine
     deadline = machine.monotonic() + timeout_s
     if not namespace_ids:
         raise UsageError("namespace_ids", namespace_ids, "must be at least one")
-    where = _Where(index, run_dir, key_prefix, alone, signer, machine)
+    where = _Where(index, nodes, alone, machine)
 
     def tell(number: int, some: Sequence[int]) -> int:
         try:
@@ -75,10 +71,8 @@ def reset_everywhere(
 @dataclass(frozen=True, slots=True)
 class _Where:
     index: Index
-    run_dir: Path
-    key_prefix: str
+    nodes: NodeDirectory
     alone: bool
-    signer: RecordSigner | None
     machine: Machine
 
 
@@ -149,25 +143,18 @@ def _look(where: _Where, numbers: Sequence[int]) -> _Seen:
         vram = vram or CUDA_IPC in announcement.transports
 
     try:
-        announced = announced_nodes(where.index, where.signer).values()
+        announced = where.nodes.announcements().values()
     except IndexUnavailableError:
         answered, announced = False, {}.values()
     for announcement in announced:
-        if announcement.key_prefix == where.key_prefix:
+        if announcement.key_prefix == where.nodes.key_prefix:
             note(announcement, announcement.resets)
-    for announcement, resets in _here(where):
-        note(announcement, resets)
+    for announcement, directory in where.nodes.here():
+        if directory.alive():  # one may be there that the index has forgotten
+            note(announcement, str(directory.kept_resets().get("resets", "")))
     return _Seen(
         tuple(sorted(name for name, done in known.values() if done)),
         tuple(sorted(name for name, done in known.values() if not done)),
         answered,
         vram,
     )
-
-
-def _here(where: _Where) -> Iterator[tuple[Announcement, str]]:
-    """Living nodes of this host: one may be there that the index has forgotten."""
-    directories = where.machine.node_dirs(where.run_dir)
-    for announcement, directory in announced(directories, where.key_prefix):
-        if directory.alive():
-            yield announcement, str(directory.kept_resets().get("resets", ""))

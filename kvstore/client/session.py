@@ -10,12 +10,12 @@ passes through it:
     a `BlockRef`      -> view: bytes in place, or fetched. Not yet a hit: who copies from it asks
                          `valid()` afterwards, and takes False for a miss (rule 4).
     a key, reserved   -> `Reservation`: memory to write to, until `commit` or `abort`, one of them,
-                         once. Its `saver` granted it and takes it back (client/savers.py).
+                         once. Its `saver` granted it and takes it back (nodes/saving).
 
 A session is open from its making to `close`. Each part reaches its peers when it is first
 needed, and by itself again after they failed: the index behind a circuit breaker
 (index/outage.py), a node of this host as soon as its directory shows that it lives, one of
-another host after a pause (remote/peers.py). So no call has to know what an earlier one met.
+another host after a pause (nodes/remote.py). So no call has to know what an earlier one met.
 
 Any thread may call; parts lock what they share. A thread of the session's own (`_look_after`)
 lets go of dead nodes.
@@ -36,7 +36,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from kvstore.client import arguments, savers
+from kvstore.client import arguments
 from kvstore.client.arguments import Uncopied, tenant_id, whole
 from kvstore.client.base import (
     AnyReservation,
@@ -51,22 +51,24 @@ from kvstore.client.base import (
     ResetResult,
 )
 from kvstore.client.block_lookup import BlockLookup
+from kvstore.client.dropping import drop_everywhere
+from kvstore.client.explanation import Missing
 from kvstore.client.health import Health, IndexWatch, ask_index
-from kvstore.client.local.corruption_reporter import CorruptionReporter
-from kvstore.client.local.host_writer import HostWriter
-from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.reaper import EVERY_S, Reaper
 from kvstore.client.missing.explain import Explainer
-from kvstore.client.missing.explanation import Missing
-from kvstore.client.missing.readability import Reach, Readability
+from kvstore.client.nodes.corruption_reporter import CorruptionReporter
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.disks import OwnDisks
+from kvstore.client.nodes.fetch import FetchedBlock, RemoteBlock
+from kvstore.client.nodes.landing import ArrivedInVram, VramLanding, divided
+from kvstore.client.nodes.readability import Reach, Readability
+from kvstore.client.nodes.reaper import EVERY_S, Reaper
+from kvstore.client.nodes.remote import RemoteNodes
+from kvstore.client.nodes.saving import savers
+from kvstore.client.nodes.saving.host_writer import HostWriter
+from kvstore.client.nodes.saving.remote_writer import RemoteWriter
+from kvstore.client.nodes.saving.value_names import ValueNames
 from kvstore.client.reader import Reader
-from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
-from kvstore.client.remote.reader import RemoteNodes
-from kvstore.client.remote.writer import RemoteWriter
 from kvstore.client.reset_everywhere import reset_everywhere
-from kvstore.client.values.dropping import drop_everywhere
-from kvstore.client.values.names import ValueNames
-from kvstore.client.vram.landing import ArrivedInVram, VramLanding, divided
 from kvstore.config_file import read_config
 from kvstore.errors import IndexUnavailableError, InternalError, NodeUnavailableError
 from kvstore.index.base import Index
@@ -80,13 +82,15 @@ from kvstore.rundir import run_dir as default_run_dir
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.segment.abandoned import Sweeper
 from kvstore.segment.attached import AttachedShm
-from kvstore.transport.registry import CUDA_IPC, SHM, allowed
+from kvstore.segment.layout import Layout
+from kvstore.transport.registry import CUDA_IPC, DISK, SHM, Transports, allowed
 from kvstore.transport.stream.security import StreamSecurity
+from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import Key, PutResult, Retained, StrPath, Tier
 
 # What few sessions use is imported where it is used.
 if TYPE_CHECKING:
-    from kvstore.client.vram.nodes import VramNodes
+    from kvstore.client.nodes.vram import VramNodes
     from kvstore.cuda.base import CudaDevice, DeviceRange
     from kvstore.transport.cuda_memory import DeviceBlock
 
@@ -163,42 +167,38 @@ class BlockSession(Uncopied):
         self._watch = IndexWatch(self.index, machine.monotonic)
         self._reaper = self._new_reaper()
         self._sweeper = Sweeper(self.run_dir)
-        self.nodes = LocalNodes(
+        signer = RecordSigner(key, key_prefix) if key else None
+        stream = StreamTransport(security or StreamSecurity.from_environment())
+        ways = Transports(self.transports, stream, Layout, nixl_device)
+        self.nodes = NodeDirectory(
             self.run_dir,
             self.index,
             key_prefix,
             use=SHM in self.transports,
+            disks=DISK in self.transports,
+            offered=ways.of,
+            signer=signer,
             mapping=self._reaper.start,
             machine=machine,
         )
-        self._signer = signer = RecordSigner(key, key_prefix) if key else None
         self._reporter = CorruptionReporter(self.limits.request_timeout_s, machine=machine)
         self.remote = RemoteNodes(
-            self.index,
-            self.transports,
-            security or StreamSecurity.from_environment(),
+            self.nodes,
+            ways,
             self.limits.stream_timeout_s,
-            self._vram_nodes(key_prefix, device, sees_vram),
-            signer,
-            nixl_device=nixl_device,
-            machine=machine,
+            self._vram_nodes(device, sees_vram),
+            OwnDisks(self.nodes, self._reporter.report),
         )
         self._landing = None if nixl_device is None else VramLanding(nixl_device)
-        self.readability = Readability(
-            self.index, self.nodes, self.remote, signer, verifies=verify == "always"
-        )
+        self.readability = Readability(self.nodes, self.remote, verifies=verify == "always")
         self.reader = Reader(
             self.index,
-            self.nodes,
-            self.remote,
+            self.readability,
             signer=signer,
             reporter=self._reporter,
             watch=self._watch,
-            readability=self.readability,
         )
-        self.lookups = BlockLookup(
-            self.index, self.nodes, self.remote, self.reader, signer, self.limits.redis_timeout_s
-        )
+        self.lookups = BlockLookup(self.index, self.reader, signer, self.limits.redis_timeout_s)
         self.writer = HostWriter(
             self.nodes,
             name=node,
@@ -215,15 +215,11 @@ class BlockSession(Uncopied):
             machine=machine,
         )
         self._explainer = Explainer(
-            self.index,
-            self.remote,
-            self.run_dir,
-            key_prefix,
-            self.limits.request_timeout_s,
-            signer,
-            self.readability,
-            machine=machine,
+            self.index, self.readability, self.limits.request_timeout_s, signer
         )
+        self.counted: Mapping[str, Mapping[str, int]] = {}
+        """What a `Client` counts for its host's node, by what goes before each name there."""
+        self._told: dict[str, int] = {}
         self._reaper.start()
 
     def _open_index(self, url: str | None) -> OpenedIndex:
@@ -239,16 +235,15 @@ class BlockSession(Uncopied):
         return Reaper(self._look_after, EVERY_S if self._waits_first else 0.0)
 
     def _vram_nodes(
-        self, key_prefix: str, device: CudaDevice | None, seen: Callable[[int, int], bool] | None
+        self, device: CudaDevice | None, seen: Callable[[int, int], bool] | None
     ) -> VramNodes | None:
         wanted = device is not None or seen is not None
         if not wanted or CUDA_IPC not in self.transports:
             return None
-        from kvstore.client.vram.nodes import VramNodes
+        from kvstore.client.nodes.vram import VramNodes
 
         return VramNodes(
-            self.run_dir,
-            key_prefix,
+            self.nodes,
             device,
             seen,
             verifies=self.verify == "always",
@@ -260,7 +255,7 @@ class BlockSession(Uncopied):
     ) -> Callable[[], None] | None:
         if size_bytes is None or node is not None or not self.embedded:
             return None
-        from kvstore.client.local.embedded_node import start_embedded_node
+        from kvstore.client.nodes.saving.embedded_node import start_embedded_node
 
         return lambda: start_embedded_node(
             self.run_dir, key_prefix=key_prefix, size_bytes=size_bytes, signing_key=key
@@ -275,9 +270,18 @@ class BlockSession(Uncopied):
         self.reader.let_go()
         self.writer.let_go()
         self.value_names.tell()
+        self._tell_counted()
         self.remote.look_after()
         if self._sweeper.due(now):
             self._sweeper.sweep()
+
+    def _tell_counted(self) -> None:
+        """Tell a node how much was counted since the last time."""
+        counted = self.counted.items()
+        now = {start + name: n for start, of in counted for name, n in dict(of).items()}
+        grown = {name: n - self._told.get(name, 0) for name, n in now.items()}
+        if any(grown.values()) and self.report({name: n for name, n in grown.items() if n}):
+            self._told = now
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
         """See `BlockStore.match`. The index's own deadline (`redis_timeout_s`) bounds the wait for
@@ -292,6 +296,9 @@ class BlockSession(Uncopied):
 
     def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
         return self.lookups.tiers(found)
+
+    def sources(self, found: Sequence[BlockRef]) -> list[str]:
+        return self.lookups.sources(found)
 
     def view(self, found: BlockRef) -> HostView | None:
         (view,) = self.views([found], None)
@@ -349,20 +356,15 @@ class BlockSession(Uncopied):
     def open_vram(self) -> frozenset[tuple[int, int]]:
         """Id and epoch of the nodes whose VRAM this process has open and can read. From the first
         call on it opens, beside, all of this host that it can; never waits."""
-        vram = self.remote.vram
-        if vram is None:
-            return frozenset()
-        vram.watched = True
-        return vram.opened()
+        return self.remote.open_vram()
 
     def device_view(self, found: BlockRef) -> DeviceBlock | None:
         """Return a block of this host's VRAM in place, for kernels of the caller's; close it. None
         for one that is elsewhere, or is not there any more."""
-        location, vram = self.reader.remote_location(found.key, found.record), self.remote.vram
-        if location is None or vram is None:
-            return None
-        announcement = vram.node(location.node_id, location.epoch, self._now())
-        return None if announcement is None else vram.view(announcement, found.key, location)
+        location = self.reader.remote_location(found.key, found.record)
+        return (
+            None if location is None else self.remote.device_view(found.key, location, self._now())
+        )
 
     def reserve(
         self, keys: Sequence[Key], size_bytes: int, namespace_id: int
@@ -378,18 +380,20 @@ class BlockSession(Uncopied):
         except NodeUnavailableError as e:
             raise NodeUnavailableError(f"{here}; elsewhere: {e}") from e
 
-    def no_local_node(self) -> NodeUnavailableError | None:
-        """Return why saves have to go to another host; None while there is a node on this one."""
-        return self.writer.no_node()
-
     def commit(self, reservations: Sequence[AnyReservation]) -> list[PutResult]:
         return savers.commit(reservations, self.limits.request_timeout_s, self._now)
 
     def abort(self, reservations: Sequence[AnyReservation]) -> None:
         savers.abort(reservations, self.limits.request_timeout_s, self._now)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        self.writer.touch(keys, self._now())
+    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
+        self.writer.touch(keys, self._now(), saved=saved)
+
+    def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
+        return self._explainer.were_read(keys)
+
+    def report(self, counts: Mapping[str, int]) -> bool:
+        return self.writer.report(counts)
 
     def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
         records = self.writer.pin_many(keys)
@@ -418,20 +422,14 @@ class BlockSession(Uncopied):
             self.writer,
             self.remote_writer,
             self.index,
-            self.run_dir,
-            self.key_prefix,
+            self.nodes,
             namespace_ids,
             timeout_s,
             alone=self.embedded,
-            signer=self._signer,
-            machine=self.machine,
         )
 
     def read_bytes(self) -> Mapping[str, int]:
-        vram = {} if self.remote.vram is None else self.remote.vram.counts
-        counts = (vram | self.remote.counts).items()
-        others = {name[: -len("_bytes")]: n for name, n in counts if name.endswith("_bytes")}
-        return {SHM: self.viewed["hit_bytes"], **others}
+        return {SHM: self.viewed["hit_bytes"], **self.remote.read_bytes()}
 
     def mappings(self) -> Sequence[PoolMapping]:
         found: list[PoolMapping] = []
@@ -439,7 +437,7 @@ class BlockSession(Uncopied):
             for writer in self.writer.writers():
                 link = writer.linked
                 if link is not None:
-                    found += _mapping(link.shm, writable=True)
+                    found += _mapping(link.memory.shm, writable=True)
         for attached in self.nodes.mapped:
             found += _mapping(attached.shm, writable=False)
         return found
@@ -464,7 +462,8 @@ class BlockSession(Uncopied):
             ask_index(self.index)
         except IndexUnavailableError as e:
             index = str(e)
-        return Health(index=index, nodes=self.writer.health())
+        nodes, disks = self.writer.health()
+        return Health(index=index, nodes=nodes, disks=disks)
 
     def reach(self, deadline: float) -> list[Reach]:
         """Return which nodes there are, and why this client cannot read those that it cannot: each
@@ -476,6 +475,8 @@ class BlockSession(Uncopied):
         self._reaper.close()
         self._explainer.close()
         self.value_names.tell()
+        if self.writer.links():  # else the end of a client would wait for a node to answer
+            self._tell_counted()
         self.writer.close()
         self.reader.close()
         self.remote.close()

@@ -27,16 +27,16 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 class Fence(NamedTuple):
-    """How the order is kept in this process."""
+    """How the order of memory accesses is kept in this process."""
 
     name: str
-    """As `kvstore doctor` tells it."""
+    """The name that `kvstore doctor` shows."""
     call: Callable[[], object] | None
 
 
 def by_lock() -> None:
-    """A full fence on ARMv8, which keeps a release before the acquire that follows it; a lock's
-    acquire alone lets what comes after it change places with what came before."""
+    """Pass a full fence on ARMv8, which keeps a release before a later acquire. The acquire of a
+    lock alone would let accesses after it pass accesses before it."""
     lock = Lock()  # of this call alone: a signal's handler may come in between
     lock.acquire()
     lock.release()
@@ -44,8 +44,8 @@ def by_lock() -> None:
 
 
 def choose(machine: str, wanted: str | None, module: str = MODULE) -> Fence:
-    """The fence for that machine, with `wanted` in `KVSTORE_COMPILED`. Raises `ImportError` when
-    that is `yes` and there is no compiled part that fits."""
+    """Return the fence for that machine, with `wanted` in `KVSTORE_COMPILED`. Raises `ImportError`
+    when that is `yes` and there is no compiled part that fits."""
     if machine in ORDERED:
         return Fence("the processor", None)
     compiled = part.load(wanted, module, SOURCE)

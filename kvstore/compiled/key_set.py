@@ -22,9 +22,10 @@ from kvstore.types import KEY_BYTES, Key
 MODULE = "kvstore.compiled._key_set"
 SOURCE = Path(__file__).with_suffix(".c")
 SECRET_BYTES = 80
-"""Of the hash of one set: who stores blocks chooses keys, and is not to choose their places."""
+"""Bytes of the secret for the hash of one set: whoever stores blocks chooses keys, and must not
+choose their places."""
 LOOKED_AT_ONCE = 64
-"""Keys that Python looks up in one call, which takes half of the time of as many."""
+"""Keys that Python looks up in one call, which takes half the time of single calls."""
 _ONE = Struct(f"{KEY_BYTES}s")
 
 
@@ -138,4 +139,4 @@ def maker(wanted: str | None, module: str = MODULE) -> Callable[[], KeySet]:
 
 
 new_key_set = maker(part.wanted())
-"""The maker of this process."""
+"""Makes a set of the kind that this process uses."""

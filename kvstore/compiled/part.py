@@ -9,8 +9,8 @@ from types import ModuleType
 from zlib import crc32
 
 COMPILED = "KVSTORE_COMPILED"
-"""The variable that decides: `no` takes what is in Python, `yes` fails where a compiled part
-cannot be had. Anything else takes it where it can."""
+"""The variable that decides: `no` uses the Python, `yes` fails where there is no compiled part. Any
+other value uses the compiled part where it can."""
 BLOCK_KEYS = "kvstore.compiled._block_keys"
 BLOCK_KEYS_SOURCE = Path(__file__).with_name("block_keys.c")
 BLOCK_WRITES = "kvstore.compiled._block_writes"
@@ -23,8 +23,8 @@ def wanted() -> str | None:
 
 
 def load(wanted: str | None, module: str, source: Path) -> ModuleType | None:
-    """The compiled part `module`, None where that in Python is to be used. Raises `ImportError`
-    when `wanted` is `yes` and there is none that fits."""
+    """Return the compiled part `module`, None where that in Python is to be used. Raises
+    `ImportError` when `wanted` is `yes` and there is none that fits."""
     if wanted == "no":
         return None
     try:

@@ -6,7 +6,7 @@ others. Who asks for them, and who may, is node.py's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvstore.core.bounded import NO_TENANT, Bounded
@@ -30,6 +30,7 @@ from kvstore.core.memory.slots import Slot, SlotEvent, SlotState, move_each, par
 from kvstore.core.outgoing.changes import Changes
 from kvstore.core.outgoing.departures import GONE_KEYS_MAX, Departures, GoneWhy
 from kvstore.core.outgoing.outbox import KeyedRecord, Outbox
+from kvstore.core.outgoing.watched import Watched
 from kvstore.keys import ttl_of
 from kvstore.limits import (
     EXPIRED_AT_ONCE_BYTES,
@@ -39,13 +40,21 @@ from kvstore.limits import (
     VALUE_BYTES_MAX,
     Limits,
 )
-from kvstore.record import BlockParts, RecordSigner, node_start, pack_each, pack_place
-from kvstore.types import Key
+from kvstore.record import (
+    BlockParts,
+    RecordSigner,
+    disk_location,
+    node_start,
+    pack_each,
+    pack_place,
+    pack_record,
+)
+from kvstore.types import DiskBlock, Key
 
 GENERATIONS_AHEAD = 1 << 20
-"""How many are given out between two notes of how far they go."""
+"""Generations that are given out between two records of the highest one."""
 PAGES_AHEAD = 1 << 12
-"""As many more pages than are used count as used at a restart."""
+"""Pages beyond those in use that a restart counts as used."""
 # recovered, recovery_dropped: by the start (recovery.py); repaired: by the scrub.
 COUNTED = (
     *("stored", "exists", "in_progress", "rejected", "evicted", "expired", "moved", "retentions"),
@@ -55,7 +64,7 @@ COUNTED = (
 
 
 class Blocks:
-    """Slots, the keys of those that hold something, and what Redis has yet to hear."""
+    """Holds a node's slots, the keys of those in use, and what Redis has yet to receive."""
 
     def __init__(
         self,
@@ -73,35 +82,40 @@ class Blocks:
         self._start = node_start(node_id, epoch)
         self.allocator = Allocator(size_bytes, policy)
         self.bounds = Bounds(0, 0, size_bytes // SLOT_BYTES_MIN)
-        """As a restart would find them."""
+        """The bounds as a restart would find them."""
         self._generation = 0
         self.by_key: dict[Key, Slot] = {}
         """Every key that is SEALED or RESERVED here."""
         self.listed = Listed()
-        """The SEALED ones among them."""
+        """The SEALED keys among them."""
         self.outbox = Outbox(PENDING_REMOVE_MAX)
-        """What Redis has yet to hear."""
+        """Records that Redis has yet to receive."""
         self.changes: Changes | None = None
-        """What others are told of stored and removed blocks; None: nobody is."""
-        self.gone = Departures(GONE_KEYS_MAX)
+        """Stored and removed blocks to report to others; None when nobody listens."""
+        self.departures = Departures(GONE_KEYS_MAX)
+        self.on_evicted: Callable[[Sequence[Slot]], None] | None = None
+        """Told of blocks just before they are evicted; None when nobody listens."""
+        self.disk_copy: Callable[[Key], DiskBlock | None] | None = None
+        """Returns where a block lies on a disk that works; None when the node has none."""
+        self.watched = Watched()
         self.retained = Retentions(
             size_bytes, limits.retained_percent, limits.retained_tenant_percent
         )
         self.bounded = Bounded()
         self.names: dict[Key, bytes] = {}
-        """What users call the keys of values that are there, as far as clients have told."""
+        """Names that users gave to values, as far as clients have sent them."""
         self._may_move = 0
-        """What of `MOVED_BYTES_MAX`, in granules, is left for the request at hand."""
+        """What is left of `MOVED_BYTES_MAX` for the request at hand, in granules."""
         self._no_room_bytes = VALUE_BYTES_MAX + 1
-        """Values of so many bytes found no room in the request at hand."""
+        """Values of this many bytes or more found no room in the request at hand."""
         self.now = 0.0
-        """When the event that is being handled happened."""
-        self.least = 1
-        """Uses that the next block of the run at hand has at least."""
+        """Time of the event that is being handled."""
+        self.min_uses = 1
+        """The least number of uses that the next block of the run at hand has."""
         self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
     def begin_event(self, now: float, writes: list[Write]) -> None:
-        """An event happens now: end what is over by then."""
+        """Begin an event at `now`: end the lives and retentions that are over by then."""
         self.now = now
         self.allocator.begins(now)
         if self.retained.next_end <= now:
@@ -111,13 +125,14 @@ class Blocks:
             self._expire(writes, EXPIRED_AT_ONCE_BYTES)
 
     def begin_request(self) -> None:
-        """A request for slots begins: as much may move as for any other."""
+        """Begin a request for slots: it may move as many blocks as any other request."""
         self._may_move = MOVED_BYTES_MAX // GRANULE_BYTES
         self._no_room_bytes = VALUE_BYTES_MAX + 1
 
     def take(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
-        """Slots in state RESERVED for up to `count` values of `length` bytes each: as many as find
-        room at once. None when every one that fits is reserved or pinned."""
+        """Return up to `count` RESERVED slots for values of `length` bytes each, as many as find
+        room at once. The list is empty when each slot that would make room is reserved or
+        pinned."""
         slots = self.allocator.take(length, count)
         if not slots and length < self._no_room_bytes:
             slots = self._make_room(length, count, writes, now)
@@ -125,8 +140,8 @@ class Blocks:
         return slots
 
     def _make_room(self, length: int, count: int, writes: list[Write], now: float) -> list[Slot]:
-        """Slots whose room others have left. A long look for a window without retained blocks comes
-        after those were moved, where that helps."""
+        """Evict blocks and return slots in their place. If retained blocks are in the way, they are
+        moved before the whole segment is searched for a window without them."""
         for look in (LOOKED_FIRST, LOOKED_MAX) if len(self.retained) else (LOOKED_MAX,):
             # Each says FREE before the slot that takes their place says RESERVED: headers
             # within an extent are those of nothing, whenever the node is killed.
@@ -143,9 +158,13 @@ class Blocks:
     def _evict(self, victims: Sequence[Slot], writes: list[Write], now: float) -> None:
         assert not any(victim.kept_until for victim in victims)
         self.counts["evicted"] += len(victims)
+        self.watched.evicted(victims, now)
+        if self.on_evicted is not None:
+            self.on_evicted(victims)
         self.allocator.evicted(victims)
         self.free(victims, SlotEvent.EVICT, writes)
-        self.gone.note_each((victim.key for victim in victims), GoneWhy.EVICTED, now)
+        self.go_on_from_disk(victims)
+        self.departures.note_each((victim.key for victim in victims), GoneWhy.EVICTED, now)
 
     def _move_away(self, length: int, writes: list[Write], now: float) -> None:
         """Have retained blocks that alone are in the way of `length` bytes move to where others
@@ -159,7 +178,7 @@ class Blocks:
         self._evict(victims, writes, now)
 
     def _begin(self, slots: Sequence[Slot], writes: list[Write]) -> None:
-        """FREE to RESERVED."""
+        """Move each slot from FREE to RESERVED."""
         for slot in slots:
             self._generation += 1
             slot.generation = self._generation
@@ -167,11 +186,9 @@ class Blocks:
         move_each(slots, SlotEvent.RESERVE)
 
     def _move(self, old: Slot, new: Slot, writes: list[Write]) -> None:
-        """The same retained block in another slot, under another generation (rule 4).
-
-        It is SEALED there before its old header says FREE: whenever the node is killed, one of
-        them is whole, and of two a restart takes the later.
-        """
+        """Move a retained block to another slot, under another generation (rule 4). The new slot is
+        SEALED before the old header says FREE. So if the node is killed at any moment, one of them
+        is whole, and of two a restart takes the later."""
         self._begin([new], writes)
         new.key = old.key
         new.length = old.length
@@ -181,6 +198,8 @@ class Blocks:
         new.checksum = old.checksum
         new.reserved_at = old.reserved_at
         new.used_at = old.used_at
+        new.read = old.read
+        new.on_disk = old.on_disk
         writes.append(Mark(new.slot_id, SlotState.RESERVED, new.generation, new.granule, new.size))
         writes.append(Copy(old.offset, new.offset, old.length))
         self.by_key[new.key] = new
@@ -220,7 +239,8 @@ class Blocks:
         self._generation = bounds.generation
 
     def seal(self, slots: Sequence[Slot], writes: list[Write], *, run: bool = False) -> None:
-        """RESERVED to SEALED. `run`: the end of a run comes first."""
+        """Move each slot from RESERVED to SEALED. With `run`, `slots` begin with the end of the
+        run."""
         move_each(slots, SlotEvent.COMMIT)
         for slot in slots:
             if ttl_s := ttl_of(slot.namespace_id):
@@ -235,7 +255,9 @@ class Blocks:
             for slot in slots:
                 self.changes.stored(slot.key)
         if run:
-            self.least = self.allocator.became_evictable(*slots, least=self.least, run=True)
+            self.min_uses = self.allocator.became_evictable(
+                *slots, min_uses=self.min_uses, run=True
+            )
         else:
             self.allocator.became_evictable(*slots)
         writes += map(seal_of, parts)
@@ -245,7 +267,7 @@ class Blocks:
         """End a reservation unsealed."""
         self.counts["aborted"] += 1
         if slot.key:  # not known of one that a former start of the node granted
-            self.gone.note(slot.key, why, now)
+            self.departures.note(slot.key, why, now)
         self._forget_keys(slot)
         slot.move(SlotEvent.ABORT)
         writes.append(Mark(slot.slot_id, SlotState.FREE, slot.generation))
@@ -253,7 +275,8 @@ class Blocks:
         self.allocator.became_free(slot)
 
     def wipe(self, slot: Slot, writes: list[Write]) -> None:
-        """Leave nothing of a block whose life is bounded, nor of what nobody knows any more."""
+        """Zero the bytes of a block whose life is bounded, or whose key, and so its bound, is not
+        known."""
         if ttl_of(slot.namespace_id) or not slot.key:
             writes.append(Fill(slot.offset, bytes(slot.size * GRANULE_BYTES)))
 
@@ -264,7 +287,8 @@ class Blocks:
                 self.names.pop(slot.key, None)
 
     def free(self, slots: Sequence[Slot], event: SlotEvent, writes: list[Write]) -> None:
-        """Take SEALED slots out: readers miss from here on, the index hears of it."""
+        """Free SEALED slots: readers miss from here on, and their records are queued for
+        removal."""
         bounded = [slot for slot in slots if slot.dies_at]
         for slot in slots:
             if slot.kept_until:
@@ -292,12 +316,12 @@ class Blocks:
         """Wipe blocks whose life is over, the first `at_most_bytes` of them."""
         for slot in self.bounded.over(self.now, at_most_bytes):
             self.counts["expired"] += 1
-            self.gone.note(slot.key, GoneWhy.EXPIRED, self.now)
+            self.departures.note(slot.key, GoneWhy.EXPIRED, self.now)
             self.free([slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, writes)
 
     def drop(self, slot: Slot, why: GoneWhy, writes: list[Write], now: float) -> bool:
         """Drop a block by request; a reserved one will not be sealed."""
-        self.gone.note(slot.key, why, now)
+        self.departures.note(slot.key, why, now)
         if slot.state is SlotState.RESERVED:
             slot.void = True
             self._forget_keys(slot)
@@ -319,10 +343,11 @@ class Blocks:
             writes.append(Keep(slot.slot_id, 0, 0))
 
     def end_retention(self, slot: Slot, writes: list[Write]) -> None:
-        """A retained block becomes one like others: not one use more, but it goes after them."""
+        """End a retention. That does not count as a use, but the block is evicted last of those
+        with as many uses."""
         self._retain_no_more(slot, writes)
         if not slot.pins:
-            self.allocator.became_evictable(slot, least=0)
+            self.allocator.became_evictable(slot, min_uses=0)
 
     def pin(self, slot: Slot, writes: list[Write]) -> None:
         if slot.pins == 0:
@@ -336,22 +361,23 @@ class Blocks:
         assert slot.pins > 0
         return slot
 
-    def unpin(self, slot: Slot, count: int, writes: list[Write], least: int = 1) -> int:
-        """`least` and what is returned are as in `EvictionPolicy`: who lets go has used it."""
+    def unpin(self, slot: Slot, count: int, writes: list[Write], min_uses: int = 1) -> int:
+        """Take back `count` pins of the slot; the client has used the block. `min_uses` and the
+        result are as in `EvictionPolicy`."""
         slot.pins -= count
         assert slot.pins >= 0
         if slot.pins:
-            return least
+            return min_uses
         writes.append(Hold(slot.slot_id, False))
         if slot.state is SlotState.DOOMED:
             slot.move(SlotEvent.UNPIN)
             self.wipe(slot, writes)
             self.allocator.became_free(slot)
-            return least
-        return self.allocator.became_evictable(slot, least=least)
+            return min_uses
+        return self.allocator.became_evictable(slot, min_uses=min_uses)
 
     def record(self, slot: Slot, epoch: int) -> bytes:
-        """The record of a block in the index, as a start of that epoch writes it."""
+        """Return the record of a block in the index, as a start of that epoch writes it."""
         record = pack_place(
             slot.key,
             self.node_id,
@@ -365,8 +391,29 @@ class Blocks:
         )
         return record if self._signer is None else self._signer.signed(slot.key, record)
 
+    def copy_record(self, block: DiskBlock) -> bytes:
+        """Return the record of a block on a disk."""
+        record = pack_record(block.key, disk_location(self.node_id, self.epoch, block))
+        return record if self._signer is None else self._signer.signed(block.key, record)
+
+    def publish_copy(self, block: DiskBlock, former: bytes = b"") -> None:
+        """Queue the record of a block on a disk in place of `former`, unless it is in memory."""
+        slot = self.by_key.get(block.key)
+        if slot is None or slot.state is not SlotState.SEALED:
+            self.outbox.publish_copy(block.key, self.copy_record(block), former)
+
+    def go_on_from_disk(self, gone: Sequence[Slot]) -> None:
+        """Have the index say of blocks that have just left memory on which disk they are, if they
+        are on one."""
+        if self.disk_copy is None:
+            return
+        for slot in gone:
+            block = self.disk_copy(slot.key)
+            if block is not None:
+                self.publish_copy(block, slot.record)
+
     def _records(self, blocks: list[BlockParts]) -> list[bytes]:
-        """The records of blocks that are sealed now."""
+        """Return the records of blocks that are sealed now."""
         records = pack_each(self._start, blocks)
         if self._signer is None:
             return records
@@ -374,15 +421,15 @@ class Blocks:
         return list(map(self._signer.signed, keys, records))
 
     def republish(self) -> int:
-        """The index lost keys: everything sealed must be published again, the latest first.
-
-        After a failover stale records may be there, or be there again: pending
-        removals stay, and the latest that were done are repeated.
-        """
+        """Queue everything sealed for publication again, the latest first, because the index lost
+        keys. After a failover stale records may be there, or come back: pending removals stay, and
+        the latest completed ones are repeated."""
         self.outbox.remove_again()
         for slot in reversed(self.by_key.values()):
             if slot.state is SlotState.SEALED:
                 self.outbox.publish_again(slot)
+        if self.disk_copy is not None:
+            self.outbox.due_round()
         return self.outbox.publications_pending
 
     def take_published(self, at_most: int) -> list[KeyedRecord]:

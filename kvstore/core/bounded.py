@@ -1,4 +1,4 @@
-"""Keeps when the lives of blocks end whose namespace bounds them (`keys.ttl_of`).
+"""Keeps when each block whose namespace bounds its life (`keys.ttl_of`) must end.
 
 Such a block is a miss, and its bytes are wiped, when its time is over, whoever has it retained,
 used or asked for; where a client has it pinned, it is a miss, and is wiped after the last unpin.
@@ -16,27 +16,27 @@ from kvstore.core.memory.slots import Slot
 
 FOREVER = float("inf")
 NO_TENANT = (1 << 32) - 1
-"""In place of a tenant: this second ends the life of the block, and no retention."""
+"""Stands in place of a tenant: this second ends the life of the block, and not a retention."""
 ENDS_SPARE = 64
-"""Entries of the heap that may be out of date beside as many as blocks are bounded."""
+"""Outdated entries that the heap may have beyond the number of bounded blocks."""
 
 
 class Bounded:
-    """The blocks of one node whose lives end, and which of them does next."""
+    """The blocks of one node whose lives are bounded, and which life ends next."""
 
     __slots__ = ("_ends", "_slots")
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
         self._ends: list[tuple[int, int]] = []
-        """A heap of (second, slot id); what a slot says itself counts."""
+        """A heap of (second, slot id). An entry counts only if the slot has the same second."""
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
     def next_end(self) -> float:
-        """No life ends before that second of the node's clock."""
+        """Return the second of the node's clock before which no life ends."""
         return self._ends[0][0] if self._ends else FOREVER
 
     def add(self, slot: Slot, dies_at: int) -> None:
@@ -48,13 +48,13 @@ class Bounded:
             heapify(self._ends)
 
     def remove(self, slot: Slot) -> None:
-        """The block is about to leave."""
+        """Stop bounding the life of a block that is about to leave."""
         del self._slots[slot.slot_id]
         slot.dies_at = 0
 
     def over(self, now: float, at_most_bytes: int) -> list[Slot]:
-        """The blocks whose time is over, so many bytes of them and one at least; they are to be
-        removed at once."""
+        """Return blocks whose time is over, until they have `at_most_bytes` together; the caller
+        must remove them at once."""
         ended: dict[int, Slot] = {}
         while self._ends and self._ends[0][0] <= now and at_most_bytes > 0:
             dies_at, slot_id = heappop(self._ends)

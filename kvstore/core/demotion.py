@@ -1,4 +1,4 @@
-"""Decides for a node whose blocks go down to a lower tier instead of being evicted.
+"""Decides for a node whose blocks are moved to a lower tier instead of being evicted.
 
 Taking a slot never evicts: a block leaves only by `Retire`, after somebody has put it
 elsewhere or has said that it cannot be kept. Who finds no free slot saves to the lower
@@ -21,14 +21,14 @@ from kvstore.types import NO_SPACE, PutResult, Retained, rejected
 
 
 class DemotingCore(NodeCore):
-    """Is a core whose sealed blocks stay until they are retired or dropped."""
+    """A core whose sealed blocks stay until they are retired or dropped."""
 
     def __init__(self, **options: Any) -> None:
         """See `NodeCore`."""
         super().__init__(**options)
         self.blocks.allocator.evicts = False
         self._refused_bytes = 0
-        """The largest value that found no room in one piece since one as large did."""
+        """The largest value that found no room in one piece, since a value as large found some."""
         self._handlers[Retain] = self._retain_nothing
         self._handlers[Coldest] = self._coldest
         self._handlers[Retire] = self._retire
@@ -46,7 +46,8 @@ class DemotingCore(NodeCore):
         return taken
 
     def _retain_nothing(self, event: Retain, effects: Effects, now: float) -> None:
-        """What is here goes down, and may be retained there."""
+        """Answer that no block is here: blocks in VRAM move to host memory, and may be retained
+        there."""
         answers = [Retained.ABSENT] * len(event.keys)
         effects.replies.append(Reply(event.session, event.request, answers, False))
 
@@ -90,11 +91,12 @@ class DemotingCore(NodeCore):
             if slot is None or slot.generation != generation or slot_id not in session.pins:
                 continue
             # Who took it down has not used it.
-            self.blocks.unpin(slot, session.pins.pop(slot_id), effects.writes, least=0)
+            self.blocks.unpin(slot, session.pins.pop(slot_id), effects.writes, min_uses=0)
             if slot.state is not SlotState.SEALED:
                 continue  # it was dropped meanwhile, and is free by now
-            self.blocks.gone.note(slot.key, GoneWhy.EVICTED, now)
+            self.blocks.departures.note(slot.key, GoneWhy.EVICTED, now)
             self.blocks.counts["evicted"] += 1
+            self.blocks.watched.evicted([slot], now)
             self.blocks.allocator.evicted([slot])
             self.blocks.free(
                 [slot], SlotEvent.DOOM if slot.pins else SlotEvent.EVICT, effects.writes

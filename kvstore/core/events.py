@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from kvstore.core.answers import Answer
+from kvstore.core.answers import Answer, Begin, SpillBlock
 from kvstore.keys import Namespace
 from kvstore.record import BlockParts
-from kvstore.types import Key
+from kvstore.types import DiskBlock, Key
 
 NOBODY = -1
-"""In place of a session's number: an event that no client has asked for."""
+"""Stands in place of a session's number for an event that no client has asked for."""
+ELSEWHERE = 0
+"""The same, for clients on other hosts."""
 
 
 class Reserve(NamedTuple):
@@ -27,17 +29,17 @@ class Reserve(NamedTuple):
     meta_lengths: Sequence[int]
     values: Sequence[bytes | None]
     checksums: Sequence[int]
-    """xxh3-64 of each value that came along; 0 where none was computed."""
+    """xxh3-64 of each value inside the request; 0 where none was computed."""
 
 
 class Commit(NamedTuple):
-    """The bytes are in place in these (slot, generation, checksum)."""
+    """Seal these (slot, generation, checksum), whose bytes are in place."""
 
     session: int
     request: int
     items: Sequence[tuple[int, int, int]]
     goes_on: bool = False
-    """It is the part of a larger one before the part that came before it (parts.py)."""
+    """It is part of a larger event and comes before the part that was handled last (parts.py)."""
 
 
 class Abort(NamedTuple):
@@ -67,23 +69,32 @@ class Unpin(NamedTuple):
 
 
 class Retain(NamedTuple):
-    """Keep the blocks of these keys from being evicted for so long; 0 ends that (retained.py)."""
+    """Keep the blocks of these keys from being evicted for `ttl_s`; 0 ends that (retained.py)."""
 
     session: int
     request: int
     keys: Sequence[Key]
     ttl_s: int
     tenant: int
-    """On whose budget; 32 bits."""
+    """The tenant whose budget it takes; 32 bits."""
 
 
 class Touch(NamedTuple):
-    """The blocks of these keys were used; one way."""
+    """Note that the blocks of these keys were used; one way."""
 
     session: int
     keys: Sequence[Key]
     goes_on: bool = False
     """As in `Commit`."""
+    saved: bool = False
+    """A save says so, for the order of its prefix: nobody has read them."""
+
+
+class EngineCounts(NamedTuple):
+    """An engine of this host has counted so many tokens, by name (watched.py); one way."""
+
+    session: int
+    counts: Mapping[str, int]
 
 
 class Drop(NamedTuple):
@@ -105,15 +116,16 @@ class Clear(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """A part of `Clear` or `Reset`: of these keys, drop the blocks of these namespaces, of all when
-    there are none; the answer says how many there were."""
+    """Carry out a part of `Clear` or `Reset`: of these keys, drop the blocks of these namespaces,
+    of all when there are none; the answer says how many there were."""
 
     session: int
     request: int
     keys: Sequence[Key]
     namespace_ids: Sequence[int]
     number: int = 0
-    """Of the reset, when another node told of it: one that is known by now is not done again."""
+    """The reset's number, if another node told of it. A number that is known is not carried out
+    again."""
 
 
 class Reset(NamedTuple):
@@ -127,8 +139,8 @@ class Reset(NamedTuple):
     number: int
     namespace_ids: Sequence[int]
     swept: bool = False
-    """As in `Clear`; it is known from here on, and not before: a node that is killed among its
-    parts drops all of it when it starts again."""
+    """As in `Clear`. The reset is known from here on, and not earlier: a node that is killed among
+    its parts carries out all of it when it starts again."""
 
 
 class Stat(NamedTuple):
@@ -139,8 +151,8 @@ class Stat(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A page of the sealed blocks: up to `at_most` behind the key `after`, which may be empty; an
-    empty one is the end. What a sequence of pages promises: core/memory/listed.py."""
+    """Ask for a page of the sealed blocks: up to `at_most` behind the key `after`, which may be
+    empty; an empty page is the end. What a sequence of pages promises: core/memory/listed.py."""
 
     session: int
     request: int
@@ -157,14 +169,14 @@ class Explain(NamedTuple):
 
 
 class Introduce(NamedTuple):
-    """What the id of a namespace stands for; one way."""
+    """Tell what the id of a namespace stands for; one way."""
 
     session: int
     namespace: Namespace
 
 
 class Named(NamedTuple):
-    """What users call the values under these keys; one way."""
+    """Tell what users call the values under these keys; one way."""
 
     session: int
     keys: Sequence[Key]
@@ -172,9 +184,10 @@ class Named(NamedTuple):
 
 
 class Suspect(NamedTuple):
-    """A client read bytes of these keys that do not have the checksum saved with them; one way.
+    """Report that a client read bytes of these keys that do not have the checksum saved with them;
+    one way.
 
-    The node looks for itself: see `CheckSlot`.
+    The node checks for itself: see `CheckSlot`.
     """
 
     session: int
@@ -192,48 +205,149 @@ class Coldest(NamedTuple):
 
 
 class Retire(NamedTuple):
-    """Unpin and free these (slot, generation) of `Coldest`: they have gone down a tier, or out."""
+    """Unpin and free these (slot, generation) of `Coldest`, which were moved down a tier or are
+    evicted."""
 
     session: int
     request: int
     items: Sequence[tuple[int, int]]
 
 
+class Spill(NamedTuple):
+    """Ask what is to be written to the node's disks, at most so many bytes at a time; the answer is
+    a `SpillPlan`. This and what follows is how the threads of disks speak; core/disk/tier.py."""
+
+    session: int
+    request: int
+    at_most_bytes: int
+
+
+class Spilled(NamedTuple):
+    """Tell which of these blocks were written, with their checksums; None in place of one that was
+    not."""
+
+    session: int
+    request: int
+    blocks: Sequence[SpillBlock]
+    written: Sequence[DiskBlock | None]
+    failed: bool = False
+    """The device failed meanwhile: what is not written may be there all the same."""
+
+
+class Vacate(NamedTuple):
+    """Give up these blocks of a region that is about to be begun. The answer lists those that are
+    to be written again, with their places in the new lap."""
+
+    session: int
+    request: int
+    begin: Begin
+    blocks: Sequence[DiskBlock]
+
+
+class Begun(NamedTuple):
+    """A region was begun, after all of its former blocks were given up; or it could not be, and is
+    not tried again in this run."""
+
+    session: int
+    request: int
+    begin: Begin
+    done: bool = True
+
+
+class DiskFound(NamedTuple):
+    """A device was opened. It is written to once its last block was told (`DiskAdopted`)."""
+
+    session: int
+    request: int
+    device: int
+    uuid: bytes
+    first_pages: Sequence[int]
+    """For each region its first disk page for payloads."""
+    region_pages: int
+    """Disk pages for payloads in a region."""
+    region_entries: int
+    laps: Sequence[int]
+    """For each region the lap that its header names; 0: it was never begun."""
+    next_lap: int
+    """The first lap that was not given out yet."""
+
+
+class DiskAdopted(NamedTuple):
+    """Blocks that a former start wrote to a device may be read again; the answer is how many of
+    them are. `last`: these were all."""
+
+    session: int
+    request: int
+    device: int
+    blocks: Sequence[DiskBlock]
+    last: bool = False
+
+
+class DiskDamaged(NamedTuple):
+    """A block on a disk cannot be read, or does not have its checksum."""
+
+    session: int
+    request: int
+    block: DiskBlock
+
+
+class DiskClosed(NamedTuple):
+    """A device takes nothing any more: it failed, or could not be opened."""
+
+    session: int
+    request: int
+    device: int
+
+
+class Promoted(NamedTuple):
+    """Seal what was read from a disk into these reserved (slot, generation, checksum), unless
+    something was cleared since the plan that named it (`SpillPlan.clears`): then they are free."""
+
+    session: int
+    request: int
+    items: Sequence[tuple[int, int, int]]
+    clears: int
+
+
 class Corrupt(NamedTuple):
-    """The node's own look at a slot found that its checksum is wrong."""
+    """Report that the node's own check of a slot found a wrong checksum."""
 
     slot_id: int
     generation: int
 
 
 class SessionResumed(NamedTuple):
-    """The client is back on a new connection and holds only these.
+    """A client is back on a new connection and holds only these.
 
-    Whatever else is reserved or pinned for it was granted in answers it never
-    saw (or gave up on), so it cannot be writing there.
+    Whatever else is reserved or pinned for it was granted in answers it never saw (or gave up on),
+    so it cannot be writing there.
     """
 
     session: int
     reserved: Mapping[int, int]
-    """By slot the generation."""
+    """Slot -> its generation."""
     pinned: Mapping[int, int]
-    """By slot how many times."""
+    """Slot -> how many times it is pinned."""
     slots: Sequence[int] | None = None
-    """A part of it: of these slots alone; None for all."""
+    """The slots that this part of the event is about; None for all."""
 
 
 class SessionDead(NamedTuple):
-    """The client's process is known to be dead (rule 5), not merely disconnected."""
+    """A client's process is known to be dead (rule 5), not merely disconnected."""
 
     session: int
     slots: Sequence[int] | None = None
-    """A part of it: what it held of these slots alone; None for all, and then it is forgotten."""
+    """The slots that this part of the event is about; None for all, and then the session is
+    forgotten."""
 
 
 class Expire(NamedTuple):
-    """Nothing has happened, but the life of a block may be over."""
+    """Time has passed: the life of a block may be over."""
 
 
+DiskRequest = Spill | Spilled | Vacate | Begun | DiskFound | DiskAdopted | DiskDamaged | DiskClosed
+"""What the threads of disks ask (core/disk/tier.py)."""
+DISK_REQUESTS: tuple[type, ...] = get_args(DiskRequest)
 Request = (
     Reserve
     | Commit
@@ -250,10 +364,21 @@ Request = (
     | Explain
     | Coldest
     | Retire
+    | DiskRequest
+    | Promoted
 )
-"""What has an answer (answers.py)."""
+"""The events that have an answer (answers.py)."""
 Event = (
-    Request | Touch | Introduce | Named | Suspect | Corrupt | Expire | SessionResumed | SessionDead
+    Request
+    | Touch
+    | EngineCounts
+    | Introduce
+    | Named
+    | Suspect
+    | Corrupt
+    | Expire
+    | SessionResumed
+    | SessionDead
 )
 
 
@@ -264,19 +389,19 @@ class Mark(NamedTuple):
     state: int
     generation: int
     granule: int = 0
-    """Which one of its page the slot begins with."""
+    """Number of the granule within its page at which the slot begins."""
     size: int = 0
-    """In granules, while RESERVED: a restarted node must know how far the writer may write."""
+    """Size in granules, while RESERVED: a restarted node must know how far the writer may write."""
 
 
 class Bounds(NamedTuple):
     """Note what a restarted node must know without a look at every header."""
 
     generation: int
-    """Those of all slots were, and until the next of this will be, at most that."""
+    """The generation of no slot is higher, or will be before the next `Bounds`."""
     used_below: int
     used_from: int
-    """From the one page to the other none was ever part of a slot."""
+    """Between `used_below` and this page no page was ever part of a slot."""
 
 
 class Hold(NamedTuple):
@@ -291,9 +416,9 @@ class Keep(NamedTuple):
 
     slot_id: int
     until_s: int
-    """Of the node's clock; 0: it is not."""
+    """The second of the node's clock until which it stays; 0: it is not retained."""
     tenant: int
-    """`NO_TENANT`: it is not retained, and its life ends then."""
+    """`NO_TENANT` means that it is not retained, and its life ends at `until_s`."""
 
 
 class Seal(NamedTuple):
@@ -304,7 +429,7 @@ class Seal(NamedTuple):
     key: Key
     length: int
     granule: int
-    """Which one of its page the slot begins with."""
+    """Number of the granule within its page at which the slot begins."""
     kind: int
     meta_length: int
     checksum: int
@@ -312,14 +437,15 @@ class Seal(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Copy a value that came with its request into its slot."""
+    """Copy a value from its request into its slot."""
 
     offset: int
     value: bytes
 
 
 class Copy(NamedTuple):
-    """Copy so many bytes within the segment: a retained block moves. The two do not overlap."""
+    """Copy bytes within the segment, because a retained block moves. The two ranges do not
+    overlap."""
 
     source: int
     destination: int
@@ -343,14 +469,17 @@ class Reply(NamedTuple):
     request: int
     body: Answer
     after_publish: bool
-    """Hold it until the pending index work was tried once: a put that says stored
-    can be found by the next get."""
+    """Hold the answer until the pending index work was tried once, so that a put that says stored
+    is found by the next get."""
+    after_log: bool = False
+    """Hold the answer until what was forbidden up to now is durable (core/disk/base.py)."""
 
 
 mark_of: Callable[[tuple[int, int, int, int, int]], Mark] = partial(tuple.__new__, Mark)
-"""As `Mark(...)`, of all its parts, without taking them apart: there is one for each block."""
+"""Does what `Mark(...)` does with all its parts, without unpacking them: there is one for each
+block."""
 seal_of: Callable[[BlockParts], Seal] = partial(tuple.__new__, Seal)
-"""The same of a `Seal`."""
+"""Does the same for a `Seal`."""
 Write = Mark | Seal | Fill | Copy | Hold | Keep | Bounds
 
 
@@ -360,4 +489,4 @@ class Effects(NamedTuple):
     writes: list[Write]
     replies: list[Reply]
     checks: list[CheckSlot]
-    """Beside all that, in any order."""
+    """Checks to make beside all that, in any order."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from kvstore.core.memory.slots import Slot
 
 FORMER = -1
-"""Session number of all clients of former starts of a node together: who of them holds what
-died with the node. It ends when the last of them is known to have let go (rule 5)."""
+"""Session number of all clients of former starts of a node together, because who of them held what
+died with the node. It ends when the last of them is known to be gone (rule 5)."""
 TRIAL = -2
 """Session number of the node itself while it tries a slot."""
 
 
 class Session:
-    """What one client holds."""
+    """What one client has reserved and pinned."""
 
     __slots__ = ("pins", "reserved")
 

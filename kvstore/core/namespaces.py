@@ -1,4 +1,4 @@
-"""Remembers what the namespace ids of a node's blocks stand for, as far as clients have said."""
+"""Remembers the fields behind the namespace ids of a node's blocks, as sent by clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.limits import NAMESPACE_BYTES_MAX, NAMESPACE_FIELDS_MAX
 
 
 def namespace_of(raw: object) -> Namespace:
-    """The namespace in its canonical JSON; `UsageError` when it is none or too large."""
+    """Return the namespace in its canonical JSON; `UsageError` when it is none or too large."""
     if not isinstance(raw, bytes) or len(raw) > NAMESPACE_BYTES_MAX:
         size = len(raw) if isinstance(raw, bytes) else type(raw).__name__
         raise UsageError("fields", size, f"must be binary, at most {NAMESPACE_BYTES_MAX} bytes")
@@ -31,7 +31,8 @@ def namespace_of(raw: object) -> Namespace:
 
 
 class Namespaces:
-    """The last `namespaces_max` namespaces that clients told of, the least recently told first."""
+    """The last `namespaces_max` namespaces that clients described, the least recently described
+    first."""
 
     __slots__ = ("_by_id", "_namespaces_max")
 

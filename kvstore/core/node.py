@@ -46,15 +46,20 @@ from typing import Any
 from kvstore.core.answers import NOT_HELD, PinAnswer, PutAnswer, ResetAnswer, grant_of
 from kvstore.core.blocks import Blocks
 from kvstore.core.bounded import NO_TENANT
+from kvstore.core.disk.tier import DiskTier
 from kvstore.core.events import (
+    DISK_REQUESTS,
+    ELSEWHERE,
     NOBODY,
     Abort,
     CheckSlot,
     Clear,
     Commit,
     Corrupt,
+    DiskRequest,
     Drop,
     Effects,
+    EngineCounts,
     Event,
     Expire,
     Explain,
@@ -64,6 +69,7 @@ from kvstore.core.events import (
     Listing,
     Named,
     Pin,
+    Promoted,
     Reply,
     Reserve,
     Reset,
@@ -80,12 +86,13 @@ from kvstore.core.events import (
 )
 from kvstore.core.holdings import FORMER, Session
 from kvstore.core.memory.eviction import LRU, PolicyFactory
-from kvstore.core.memory.granules import PAGE
+from kvstore.core.memory.granules import PAGE, granules_of
 from kvstore.core.memory.slots import Slot, SlotState
 from kvstore.core.namespaces import Namespaces
 from kvstore.core.outgoing.departures import GoneWhy
 from kvstore.core.report import explain, listing, stats
 from kvstore.core.resets import Resets
+from kvstore.core.reuse import Reuse
 from kvstore.limits import CHECKED_BYTES_PER_S_MAX, NAMESPACES_MAX, Limits
 from kvstore.record import RecordSigner
 from kvstore.token_bucket import TokenBucket
@@ -100,8 +107,10 @@ from kvstore.types import (
     rejected,
 )
 
+RESERVATIONS_MAX = 8192
+"""Slots that one client may have reserved and not committed."""
 NAMES_MAX = 1 << 14
-"""Values whose names a node remembers for `kvstore ls`: at most about 6 MB together."""
+"""Values whose names a node remembers for `kvstore ls`: about 6 MB together at most."""
 
 
 class NodeCore:
@@ -128,11 +137,14 @@ class NodeCore:
             signer=signer,
         )
         self._sessions: dict[int, Session] = {}
-        """By number of the client."""
+        """Sessions by the number of the client."""
         self._run_of = FORMER
-        """Whose run was walked last."""
+        """The session whose run was walked last."""
         self.namespaces = Namespaces(NAMESPACES_MAX)
         self.resets = Resets()
+        self.reuse = Reuse(size_bytes, self.blocks.by_key)
+        self.disk: DiskTier | None = None
+        """What it keeps on disks; None where it has none."""
         self._checks = TokenBucket(CHECKED_BYTES_PER_S_MAX)
         self._handlers: dict[type, Callable[[Any, Effects, float], None]] = {
             Reserve: self._reserve,
@@ -142,6 +154,7 @@ class NodeCore:
             Unpin: self._unpin,
             Retain: self._retain_keys,
             Touch: self._touch,
+            EngineCounts: self._report,
             Drop: self._drop,
             Clear: self._clear,
             Sweep: self._sweep,
@@ -163,10 +176,33 @@ class NodeCore:
         effects = Effects([], [], [])
         self.blocks.begin_event(now, effects.writes)
         self._handlers[type(event)](event, effects, now)
+        if self.disk is not None and self.disk.confirms():
+            effects.replies[:] = [reply._replace(after_log=True) for reply in effects.replies]
         return effects
 
+    def use_disks(self, disk: DiskTier) -> None:
+        """Keep copies on disks from here on."""
+        self.disk = disk
+        disk.attach(self.blocks, lambda: self.resets.newest)
+        self._handlers |= dict.fromkeys(DISK_REQUESTS, self._ask_disk)
+        self._handlers[Promoted] = self._promoted
+
+    def _ask_disk(self, event: DiskRequest, effects: Effects, now: float) -> None:
+        assert self.disk is not None
+        body = self.disk.handle(event, now)
+        effects.replies.append(Reply(event.session, event.request, body, False))
+
+    def _promoted(self, event: Promoted, effects: Effects, now: float) -> None:
+        assert self.disk is not None
+        if event.clears != self.disk.clears:
+            unwritten = [(slot_id, generation) for slot_id, generation, _ in event.items]
+            self._abort(Abort(event.session, event.request, unwritten), effects, now)
+            return
+        commit = Commit(event.session, event.request, event.items)
+        self.disk.promoted(self._seal_each(commit, effects, now))
+
     def _nothing(self, event: Expire, effects: Effects, now: float) -> None:
-        """Every event ends the lives that are over."""
+        """Do nothing more: each event ends the lives that are over."""
 
     # --- reserving ------------------------------------------------------
 
@@ -176,8 +212,8 @@ class NodeCore:
         return state is not None and bool(state.reserved or state.pins)
 
     def held_slots(self, session: int) -> list[int]:
-        """The slots that this session has reserved or pinned, in the order in which they are let
-        go of when it ends."""
+        """Return the slots that this session has reserved or pinned, in the order in which they are
+        released when it ends."""
         state = self._sessions.get(session)
         return [] if state is None else [*state.reserved, *reversed(state.pins)]
 
@@ -187,7 +223,7 @@ class NodeCore:
         return self._sessions.setdefault(FORMER, Session())
 
     def sessions(self) -> Iterable[Session]:
-        """Clients that have reserved or pinned something."""
+        """Return the clients that have reserved or pinned something."""
         return self._sessions.values()
 
     def _reserve(self, event: Reserve, effects: Effects, now: float) -> None:
@@ -207,10 +243,12 @@ class NodeCore:
                 self.blocks.counts["rejected"] += 1
                 full = taken is NO_SPACE
                 why = GoneWhy.REFUSED_SPACE if full else GoneWhy.REFUSED_SIZE
-                self.blocks.gone.note(event.keys[at], why, now)
+                self.blocks.departures.note(event.keys[at], why, now)
                 answers.append(taken)
                 continue
             used += self._give(session, taken, event, answers, effects.writes, now)
+        if event.sizes:
+            self.reuse.used(event.keys, now, granules_of(event.sizes[0]))
         if len(used) > 1:
             self._begin_run(event.session, goes_on=False)
             self._used(used)
@@ -249,6 +287,7 @@ class NodeCore:
             slot.meta_length = meta_length
             slot.namespace_id = event.namespace_id
             slot.reserved_at = slot.used_at = now
+            slot.read = False
             slot.void = False
             slot.published = False
             slot.former_epoch = 0
@@ -266,8 +305,14 @@ class NodeCore:
         writes += map(mark_of, marks)
         writes += fills
         self.blocks.seal(filled, writes)
-        self.blocks.counts["stored"] += len(filled)
+        self._stored(filled)
         return filled
+
+    def _stored(self, slots: Sequence[Slot]) -> None:
+        self.blocks.counts["stored"] += len(slots)
+        self.blocks.watched.stored(slots, self.blocks.departures)
+        if self.disk is not None:
+            self.disk.stored(slots)
 
     def _already(self, slot: Slot) -> PutResult:
         if slot.state is SlotState.SEALED:
@@ -281,9 +326,9 @@ class NodeCore:
     def _take_for(
         self, session: Session, event: Reserve, at: int, writes: list[Write], now: float
     ) -> list[Slot] | PutResult:
-        """Slots in state RESERVED for the key at that place and those behind it, as many as there
-        is room for at once; or why there is none."""
-        length, most = event.sizes[at], self.limits.reservations_per_client
+        """Return RESERVED slots for the key at that place and those behind it, as many as find room
+        at once; or the reason why there is none."""
+        length, most = event.sizes[at], RESERVATIONS_MAX
         if not 0 < length <= self.blocks.allocator.value_bytes_max:
             return rejected(
                 f"size_bytes={length}: must be 1 to {self.blocks.allocator.value_bytes_max}"
@@ -305,6 +350,10 @@ class NodeCore:
         return len(keys)
 
     def _commit(self, event: Commit, effects: Effects, now: float) -> None:
+        self._stored(self._seal_each(event, effects, now))
+
+    def _seal_each(self, event: Commit, effects: Effects, now: float) -> list[Slot]:
+        """Seal what is the session's, and answer; returns what was sealed."""
         session = self._sessions.get(event.session)
         answers: list[PutResult] = []
         sealed: list[Slot] = []
@@ -326,9 +375,9 @@ class NodeCore:
             sealed.append(slot)
             answers.append(STORED)
         self.blocks.seal(sealed, effects.writes, run=True)
-        self.blocks.counts["stored"] += len(sealed)
         answers.reverse()
         effects.replies.append(Reply(event.session, event.request, answers, True))
+        return sealed
 
     @staticmethod
     def _owned(session: Session | None, slot_id: int, generation: int) -> Slot | None:
@@ -358,7 +407,7 @@ class NodeCore:
             self._unpin_to(session, slot_id, event.pinned.get(slot_id, 0), effects.writes)
 
     def _unpin_to(self, session: Session, slot_id: int, times: int, writes: list[Write]) -> None:
-        """Have a session's pins of a slot be no more than so many."""
+        """Reduce a session's pins of a slot to at most `times`."""
         count = session.pins.get(slot_id, 0)
         kept = min(times, count)
         if kept == count:
@@ -382,23 +431,23 @@ class NodeCore:
             del self._sessions[event.session]
 
     def _begin_run(self, session: int, goes_on: bool) -> None:
-        """A message about a run of blocks begins, or goes on with what is before another part. When
-        others' runs came between the two, the part counts as a run of its own."""
+        """Start a new run, unless this message continues the previous part of the same session's
+        run."""
         if not goes_on or session != self._run_of:
-            self._run_of, self.blocks.least = session, 1
+            self._run_of, self.blocks.min_uses = session, 1
 
     def _used(self, run: Sequence[Slot]) -> None:
-        """Blocks of one message were used; they come in the order of their prefix.
+        """Note that the blocks of one message were used; they come in the order of their prefix.
 
-        The last of them counts as used first: a prefix without its end is still a
-        prefix, so the end of a run must be evicted before its head.
+        The last of them counts as used first: a prefix without its end is still a prefix, so the
+        end of a run must be evicted before its head.
         """
-        least = self.blocks.least
+        min_uses = self.blocks.min_uses
         for slot in reversed(run):
             if slot.state is SlotState.SEALED:
-                least = self.blocks.allocator.used(slot, least)
+                min_uses = self.blocks.allocator.used(slot, min_uses)
                 slot.used_at = self.blocks.now
-        self.blocks.least = least
+        self.blocks.min_uses = min_uses
 
     # --- dropping -------------------------------------------------------
 
@@ -407,11 +456,15 @@ class NodeCore:
             slot is not None and self.blocks.drop(slot, GoneWhy.DELETED, effects.writes, now)
             for slot in map(self.blocks.by_key.get, event.keys)
         ]
+        if self.disk is not None:
+            dropped = self.disk.dropped(event.keys, dropped)
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
     def _clear(self, event: Clear, effects: Effects, now: float) -> None:
         keys = () if event.swept else list(self.blocks.by_key)
         dropped = self._swept(keys, (event.namespace_id,), effects, now)
+        if self.disk is not None:
+            self.disk.cleared((event.namespace_id,), 0)
         effects.replies.append(Reply(event.session, event.request, dropped, True))
 
     def _sweep(self, event: Sweep, effects: Effects, now: float) -> None:
@@ -426,6 +479,8 @@ class NodeCore:
         """Drop those of `keys` that are of these namespaces, of all when there are none; a block
         that is reserved will not be sealed."""
         of, dropped = frozenset(namespace_ids), 0
+        if self.disk is not None:
+            self.disk.clearing()
         for key in keys:
             slot = self.blocks.by_key.get(key)
             if slot is not None and (not of or slot.namespace_id in of):
@@ -433,23 +488,28 @@ class NodeCore:
         return dropped
 
     def _reset(self, event: Reset, effects: Effects, now: float) -> None:
-        """Once for each number, however often and by whomever it is told.
+        """Carry out a reset once for each number, however often and by whomever it is told.
 
-        A block that is reserved will not be sealed: what is saved after this was reserved after.
+        A reserved block will not be sealed: what is saved after the reset was reserved after it.
         """
         asked = event.session != NOBODY
         number = self.resets.next_number(event.number) if asked else event.number
         new = self.resets.add(number, event.namespace_ids)
         keys = list(self.blocks.by_key) if new and not event.swept else ()
         dropped = self._swept(keys, event.namespace_ids, effects, now)
+        if new and self.disk is not None:
+            self.disk.cleared(event.namespace_ids, number)
         effects.replies.append(
             Reply(event.session, event.request, ResetAnswer(number, dropped), True)
         )
 
     def _suspect(self, event: Suspect, effects: Effects, now: float) -> None:
-        """Nothing is dropped on a client's word: it may lie, or have read what was evicted."""
+        """Have the blocks checked. A client's report drops nothing: it may lie, or have read an
+        evicted block."""
         for key in event.keys:
             slot = self.blocks.by_key.get(key)
+            if slot is None and self.disk is not None:
+                self.disk.suspected(key)
             if slot is None or slot.state is not SlotState.SEALED or not slot.checksum:
                 continue
             if self._checks.allows(slot.length, now):
@@ -469,13 +529,25 @@ class NodeCore:
             return
         self.blocks.counts["corrupt"] += 1
         self.blocks.drop(slot, GoneWhy.CORRUPT, effects.writes, now)
+        self.blocks.go_on_from_disk([slot])
 
     # --- using ----------------------------------------------------------
 
     def _touch(self, event: Touch, effects: Effects, now: float) -> None:
         by_key = self.blocks.by_key
         self._begin_run(event.session, event.goes_on)
-        self._used([by_key[key] for key in event.keys if key in by_key])
+        self.reuse.touched(event.keys, now, goes_on=event.goes_on)
+        used = [by_key[key] for key in event.keys if key in by_key]
+        if not event.saved:
+            self.blocks.watched.read(used, now)
+        self._used(used)
+        if self.disk is not None and not event.saved:
+            self.disk.touched(event.keys)
+        if event.session == ELSEWHERE:  # nobody else says so of what others read
+            self.blocks.watched.bytes["served_bytes"] += sum(slot.length for slot in used)
+
+    def _report(self, event: EngineCounts, effects: Effects, now: float) -> None:
+        self.blocks.watched.report(event.counts)
 
     def _pin(self, event: Pin, effects: Effects, now: float) -> None:
         session = self._sessions.setdefault(event.session, Session())
@@ -506,7 +578,7 @@ class NodeCore:
                 del session.pins[slot_id]
             else:
                 session.pins[slot_id] = held - 1
-            self.blocks.least = self.blocks.unpin(slot, 1, effects.writes, self.blocks.least)
+            self.blocks.min_uses = self.blocks.unpin(slot, 1, effects.writes, self.blocks.min_uses)
         effects.replies.append(Reply(event.session, event.request, None, False))
 
     def _retain_keys(self, event: Retain, effects: Effects, now: float) -> None:

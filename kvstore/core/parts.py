@@ -1,4 +1,4 @@
-"""Cuts what a client asks about many blocks into parts, and joins the answers to them.
+"""Cuts a request about many blocks into parts, and joins their answers.
 
 A node's thread does one thing at a time: between two parts of one client's request those of
 others have their turn (node/control/turns.py). The parts of a request, in their order, leave the
@@ -57,7 +57,7 @@ _LISTS: dict[type, tuple[str, ...]] = {
     Suspect: ("keys",),
     Named: ("keys", "names"),
 }
-"""What can be cut: the fields that have one entry for each block."""
+"""The fields with one entry for each block, by which an event can be cut."""
 _BACKWARDS: tuple[type, ...] = (Commit, Unpin, Touch)
 _LISTED_ANSWERS: tuple[type, ...] = (Reserve, Commit, Pin, Retain, Drop)
 
@@ -65,9 +65,9 @@ _LISTED_ANSWERS: tuple[type, ...] = (Reserve, Commit, Pin, Retain, Drop)
 def parts_of(
     event: Event, at_most: int, held: Collection[Key] = (), slots: Sequence[int] = ()
 ) -> Sequence[Event]:
-    """`event` in parts of at most so many blocks, in the order in which they are to be carried
-    out; only itself if it is no larger, or cannot be cut. `held` are all keys of the node, `slots`
-    those that the event's session holds (node.py)."""
+    """Cut `event` into parts of at most so many blocks, in the order in which they are to be
+    carried out; return only itself if it is no larger or cannot be cut. `held` are all keys of the
+    node, `slots` those that the event's session holds (node.py)."""
     if isinstance(event, SessionResumed | SessionDead):
         return _of_slots(event, at_most, slots)
     if isinstance(event, Clear | Reset):
@@ -89,7 +89,7 @@ def parts_of(
     if isinstance(event, Reserve):
         # What was there, or came along, was used: the head of a prefix last.
         keys = event.keys
-        used = [Touch(event.session, keys[s : s + at_most], s != starts[-1]) for s in starts]
+        used = [Touch(event.session, keys[s : s + at_most], s != starts[-1], True) for s in starts]
         return [*parts, *reversed(used)]
     if backwards:
         parts.reverse()
@@ -123,7 +123,7 @@ def _sweeps(event: Clear | Reset, at_most: int, keys: Sequence[Key]) -> Sequence
 
 
 def joined(event: Event, replies: Sequence[Reply]) -> Reply | None:
-    """The answer to `event` from those to all its parts, in their order; None where there is
+    """Return the answer to `event` from those to all its parts, in their order; None where there is
     none."""
     if not replies:
         return None
@@ -140,4 +140,8 @@ def joined(event: Event, replies: Sequence[Reply]) -> Reply | None:
         body = ResetAnswer(body.number, sum(bodies[:-1]) + body.dropped)
     elif isinstance(event, Explain):
         body = (list(chain.from_iterable(fates for fates, *_ in bodies)), *body[1:])
-    return last._replace(body=body, after_publish=any(reply.after_publish for reply in replies))
+    return last._replace(
+        body=body,
+        after_publish=any(reply.after_publish for reply in replies),
+        after_log=any(reply.after_log for reply in replies),
+    )

@@ -21,7 +21,7 @@ from kvstore.keys import ttl_of
 from kvstore.limits import PENDING_REMOVE_MAX, RETAINED_S_MAX
 
 _AGE = itemgetter(1, 0)
-"""Of a `Seal`: its generation, then its slot."""
+"""The age of a `Seal`: its generation, then its slot."""
 
 
 class HeldSlot(NamedTuple):
@@ -31,13 +31,13 @@ class HeldSlot(NamedTuple):
     generation: int
     granule: int
     size: int
-    """In granules."""
+    """Size in granules."""
     reserved: bool
-    """It may be written to; otherwise it was dropped while it was pinned."""
+    """True if a client may write to it; otherwise it was dropped while it was pinned."""
 
 
 class Seen(NamedTuple):
-    """What a segment says when a node is started again."""
+    """What the headers of a segment show when a node is started again."""
 
     bounds: Bounds
     sealed: list[Seal]
@@ -46,9 +46,9 @@ class Seen(NamedTuple):
     """Slots among `sealed` that clients have pinned."""
     held: list[HeldSlot]
     damaged: list[Mark]
-    """Headers that say SEALED and are not whole, as they will be marked: FREE."""
+    """Headers that say SEALED and are not whole; they are given as they will be marked: FREE."""
     gone: list[Seal]
-    """Blocks that had left before the end: the index may not have heard of it."""
+    """Blocks that had left before the end, of which the index may not have heard."""
     retained: Sequence[Keep] = ()
     """Until when blocks among `sealed` are to stay."""
 
@@ -118,7 +118,8 @@ def fits(seal: Seal, size_bytes: int) -> bool:
 
 
 def _found(core: NodeCore, slot_id: int, generation: int, state: SlotState) -> Slot:
-    """The one place where a slot gets its state from elsewhere than the table of transitions."""
+    """Give a slot the state in which it was found. Nowhere else does a state come from elsewhere
+    than the table of transitions."""
     slot = core.blocks.allocator.slot(slot_id)
     assert slot is not None
     assert slot.state is SlotState.FREE
@@ -149,8 +150,8 @@ def _hold(core: NodeCore, slot_id: int, generation: int, *, reserved: bool) -> N
 
 
 def _end_of_life(block: Seal, kept: dict[int, Keep], now: float) -> int | None:
-    """When the life of `block` ends, 0 when it has no bound; None when it is over, or nobody can
-    say that it is not."""
+    """Return when the life of `block` ends, 0 when it has no bound; None when it is over, or its
+    end is not recorded."""
     ttl_s = ttl_of(block.namespace_id)
     if not ttl_s:
         return 0
@@ -187,7 +188,8 @@ def _pin(core: NodeCore, slot: Slot) -> None:
 
 
 def _disown(core: NodeCore, block: Seal, former_epoch: int) -> None:
-    """Its record may be in the index still; compare and delete takes that one alone."""
+    """Queue the removal of its record, which may still be in the index. Compare-and-delete removes
+    that record alone."""
     if core.blocks.outbox.removals_pending >= PENDING_REMOVE_MAX:
         return
     slot = Slot(block.slot_id * PAGE + block.granule, granules_of(block.length))

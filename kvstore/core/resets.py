@@ -16,15 +16,15 @@ from kvstore.limits import RESET_NAMESPACES_MAX, RESETS_IDS_MAX
 EVERYTHING: tuple[int, ...] = ()
 """Namespaces of a reset that drops all blocks."""
 RANDOM_BITS = 20
-"""Of a number; above them is the time in milliseconds."""
+"""Low bits of a number that are random; above them is the time in milliseconds."""
 TOLD_MAX = 1 << 62
-"""The largest number that is believed when others tell it, that of a time in 2109: a number is 64
-bits, and the next reset needs a larger one."""
+"""The largest number that is believed from others, that of a time in 2109: a number is 64 bits, and
+the next reset needs a larger one."""
 _HEAD = struct.Struct("<QH")
 
 
 class Resets:
-    """Numbers of resets and their namespaces; the largest numbers, as many as there is room for."""
+    """Numbers of resets with their namespaces: the largest numbers, as many as find room."""
 
     __slots__ = ("_known", "floor")
 
@@ -39,12 +39,19 @@ class Resets:
     def __len__(self) -> int:
         return len(self._known)
 
+    @property
+    def newest(self) -> int:
+        """Return the largest number that is or was known."""
+        return max(self.floor, max(self._known, default=0))
+
     def knows(self, number: int) -> bool:
-        """Return whether that reset was done here, or is older than what was let go."""
+        """Return whether that reset was carried out here, or is older than those that were
+        forgotten."""
         return number in self._known or number <= self.floor
 
     def add(self, number: int, namespace_ids: Iterable[int]) -> bool:
-        """Know a reset from here on; False when it was known, or is older than what was let go."""
+        """Remember a reset from here on; False when it was known, or is older than those that were
+        forgotten."""
         if self.knows(number):
             return False
         self._known[number] = tuple(sorted(set(namespace_ids)))
@@ -54,29 +61,29 @@ class Resets:
         return True
 
     def next_number(self, wanted: int) -> int:
-        """`wanted`, or one with the same low bits that is larger than all that are known here.
+        """Return `wanted`, or a number with the same low bits that is larger than all known here.
 
-        Its low bits are random: nodes whose clocks are behind must not come to the same one.
+        The low bits are random, so that nodes whose clocks are behind do not choose the same
+        number.
         """
-        newest = max(self.floor, max(self._known, default=0))
-        if wanted > newest:
+        if wanted > self.newest:
             return wanted
-        return (newest >> RANDOM_BITS) + 1 << RANDOM_BITS | wanted & (1 << RANDOM_BITS) - 1
+        return (self.newest >> RANDOM_BITS) + 1 << RANDOM_BITS | wanted & (1 << RANDOM_BITS) - 1
 
-    def news(self, told: Resets) -> list[tuple[int, tuple[int, ...]]]:
-        """The resets in `told` that are not known here, the oldest first.
+    def news(self, theirs: Resets) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the resets in `theirs` that are not known here, the oldest first.
 
-        Who has let go of resets that are not known here may have let go of any: everything
-        is dropped then.
+        A node that has forgotten resets that are not known here may have forgotten any: then
+        everything is dropped.
         """
-        fresh = sorted((n, ids) for n, ids in told._known.items() if n not in self._known)
+        fresh = sorted((n, ids) for n, ids in theirs._known.items() if n not in self._known)
         fresh = [one for one in fresh if self.floor < one[0] <= TOLD_MAX]
-        if TOLD_MAX >= told.floor > max(self.floor, max(self._known, default=0)):
-            return [(told.floor, EVERYTHING), *fresh]
+        if TOLD_MAX >= theirs.floor > self.newest:
+            return [(theirs.floor, EVERYTHING), *fresh]
         return fresh
 
     def pack(self) -> str:
-        """The resets as bytes, for an announcement or a file."""
+        """Return the resets as text (base64), for an announcement or a file."""
         raw = struct.pack("<Q", self.floor) + b"".join(
             _HEAD.pack(number, len(ids)) + struct.pack(f"<{len(ids)}I", *ids)
             for number, ids in sorted(self._known.items())
@@ -85,7 +92,7 @@ class Resets:
 
     @classmethod
     def unpack(cls, text: str) -> Resets:
-        """The resets that `pack` wrote; none where the bytes are damaged."""
+        """Return the resets that `pack` wrote; none where the text is damaged."""
         found = cls()
         try:
             raw = base64.b64decode(text, validate=True)
@@ -104,5 +111,6 @@ class Resets:
 
 
 def _room(namespace_ids: tuple[int, ...]) -> int:
-    """A reset costs about as much as its number and so many ids."""
+    """Return the room that a reset takes in `RESETS_IDS_MAX`: its ids, and about three more for its
+    number."""
     return len(namespace_ids) + 3

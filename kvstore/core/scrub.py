@@ -1,4 +1,4 @@
-"""Looks up whether the index still knows what a node holds, a few keys at a time, for ever.
+"""Checks, a few keys at a time and forever, whether the index still has the records of a node.
 
 The index's incarnation tells of a loss as a whole. A shard that came back empty, keys
 that Redis evicted, and records that another node with the same block overwrote and then
@@ -17,25 +17,38 @@ from kvstore.types import Key
 
 
 class Scrub:
-    """Goes round over all sealed blocks of `core`."""
+    """Goes round over all sealed blocks of `core`, then over those on its disks, some at a time."""
 
     def __init__(self, core: NodeCore) -> None:
         self._core = core
-        self._round: Iterator[Key] = iter(())
-        """Keys of this round that were not looked at."""
+        self._round: Iterator[list[Key]] = iter(())
+        """What this round has not looked at."""
 
     def next(self, at_most: int) -> list[Key]:
-        """Keys to look up now; none when there is nothing, or more important work."""
-        if self._core.blocks.outbox.publications_pending:
+        """Return the keys to look up now; none when there are none, or when other work is more
+        important."""
+        outbox = self._core.blocks.outbox
+        if outbox.publications_pending or outbox.rounds_due:
             return []
-        keys = list(islice(self._round, at_most))
-        if not keys:
-            self._round = iter(list(self._core.blocks.by_key))
-            keys = list(islice(self._round, at_most))
+        keys = next(self._round, None)
+        if keys is None:
+            self._round = self._parts(at_most)
+            keys = next(self._round, [])
         return keys
 
+    def _parts(self, at_most: int) -> Iterator[list[Key]]:
+        in_memory = iter(list(self._core.blocks.by_key))
+        while keys := list(islice(in_memory, at_most)):
+            yield keys
+        disk, start = self._core.disk, 0
+        while disk is not None:
+            blocks, start = disk.index.walk(start, at_most)
+            yield [block.key for block in blocks]
+            if not start:
+                return
+
     def owners(self, keys: Sequence[Key], records: Sequence[bytes | None]) -> set[int]:
-        """Other nodes that the index names for these blocks."""
+        """Return the other nodes that the index names for these blocks."""
         locations = (
             unpack_record(key, record)
             for key, record in zip(keys, records, strict=True)
@@ -49,7 +62,7 @@ class Scrub:
         records: Sequence[bytes | None],
         epochs: Mapping[int, int | None],
     ) -> int:
-        """Return what the index said; how many blocks must be published again, which is now
+        """Take what the index said. Return how many blocks must be published again; that is now
         pending.
 
         `epochs` says which start of each of `owners` is announced, None where there is
@@ -57,13 +70,24 @@ class Scrub:
         """
         lost = 0
         for key, record in zip(keys, records, strict=True):
-            slot = self._core.blocks.by_key.get(key)
-            if slot is None or slot.state is not SlotState.SEALED or record == slot.record:
+            slot, copy = self._core.blocks.by_key.get(key), None
+            if slot is None and self._core.disk is not None:
+                copy = self._core.disk.there(key)
+            if slot is not None and slot.state is SlotState.SEALED:
+                expected = slot.record
+            elif copy is not None:
+                expected = self._core.blocks.copy_record(copy)
+            else:
+                continue
+            if record == expected:
                 continue
             location = unpack_record(key, record) if record is not None else None
             if location is not None and epochs.get(location.node_id) == location.epoch:
                 continue
-            self._core.blocks.outbox.publish_again(slot)
+            if copy is not None:
+                self._core.blocks.publish_copy(copy)
+            elif slot is not None:
+                self._core.blocks.outbox.publish_again(slot)
             lost += 1
         self._core.blocks.counts["repaired"] += lost
         return lost

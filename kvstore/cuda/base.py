@@ -11,17 +11,17 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 SHARED_NAME_BYTES = 16
 POLL_SPIN_S = 1e-3
-"""A wait polls without a pause for so long: a copy of a GiB within a device takes less."""
+"""Time for which a wait polls without a pause: a copy of a GiB within a device takes less."""
 POLL_PAUSE_SHARE = 1 / 32
-"""A later pause, as a share of the wait so far; a system's sleep is about 0.06 ms longer."""
+"""Later pauses, as a share of the wait so far; a sleep takes about 0.06 ms longer than asked."""
 POLL_PAUSE_MAX_S = 1e-3
 
 Copy = tuple[int, int, int]
 """(destination address, source address, bytes). Either may be memory of a device or of the host."""
 Driver: TypeAlias = Any
-"""`cuda.bindings.driver`, or what stands in for it: what it has depends on its release."""
+"""`cuda.bindings.driver`, or what stands in for it. Its functions depend on its release."""
 Handle: TypeAlias = Any
-"""What the driver takes and gives: memory, streams, events, results, of cuda-python's classes."""
+"""Objects of cuda-python that the driver takes and gives: memory, streams, events, results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DeviceRange:
     """A contiguous range of a CUDA device's memory; its length is its size in bytes."""
 
     address: int
-    """As this process sees it."""
+    """The address in this process."""
     size_bytes: int
     device: int
     """Ordinal of the device in this process."""
@@ -39,19 +39,19 @@ class DeviceRange:
 
 
 Buffer = memoryview | DeviceRange
-"""The memory that a block's payload is in, of the host or of a device."""
+"""The memory of a block's payload, of the host or of a device."""
 
 
 class Shared(NamedTuple):
-    """One allocation as another process opens it. It is there as long as somebody has it open."""
+    """One allocation as another process opens it. It exists as long as somebody has it open."""
 
     name: bytes
-    """`SHARED_NAME_BYTES`, drawn by its owner: by it a process knows its own."""
+    """`SHARED_NAME_BYTES`, drawn by its owner; a process recognises its own memory by it."""
     size_bytes: int
-    """In whole granules of the device."""
+    """Size in whole granules of the device."""
     fd: int
-    """Stands for the memory, as one of a file would; it crosses PID namespaces. To be closed by
-    whoever has it."""
+    """A descriptor that stands for the memory, as one of a file would; it crosses PID namespaces.
+    Whoever has it closes it."""
 
 
 class CudaEvent(Protocol):
@@ -79,7 +79,7 @@ class Stream(Protocol):
         ...
 
     def record(self) -> CudaEvent:
-        """An event for all that is queued so far."""
+        """Return an event for all that is queued so far."""
         ...
 
     def close(self) -> None:
@@ -98,7 +98,8 @@ class CudaDevice(Protocol):
 
     @property
     def uuid(self) -> str:
-        """The device's own name, the same in every process whatever its CUDA_VISIBLE_DEVICES."""
+        """Return the device's own name, the same in every process whatever its
+        CUDA_VISIBLE_DEVICES."""
         ...
 
     @property
@@ -108,7 +109,8 @@ class CudaDevice(Protocol):
         ...
 
     def allocate(self, size_bytes: int) -> int:
-        """The address of new memory of at least `size_bytes`, which `export` takes (the VMM API's).
+        """Return the address of new memory of at least `size_bytes`, which `export` takes (the VMM
+        API's).
 
         Raises `NoSpaceError` when the device has no room.
         """
@@ -122,10 +124,11 @@ class CudaDevice(Protocol):
         ...
 
     def export(self, address: int) -> Shared:
-        """The allocation as other processes open it; its descriptor is the caller's to close.
+        """Return the allocation as other processes open it; its descriptor is the caller's to
+        close.
 
-        Raises `UsageError` for what `allocate` did not return: parts of an allocation, and
-        memory of others (torch's, an engine's).
+        Raises `UsageError` for what `allocate` did not return: parts of an allocation, and memory
+        of others (torch's, an engine's).
         """
         ...
 
@@ -164,7 +167,7 @@ class CudaDevice(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """A new stream, which is the caller's to close."""
+        """Return a new stream, which the caller closes."""
         ...
 
 
@@ -185,6 +188,6 @@ def wait(event: CudaEvent, deadline: float) -> bool:
 
 
 def address_of(memory: memoryview) -> int:
-    """The address of host memory: writable, contiguous, at least one byte. The caller keeps it
-    alive."""
+    """Return the address of host memory: writable, contiguous, at least one byte. The caller keeps
+    it alive."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -34,12 +34,12 @@ PREFER_OVERLAP = 1
 
 def wanted() -> frozenset[str]:
     """Return what the variable says. Raises `UsageError` for a word that is none of it."""
-    said = os.environ.get(VARIABLE, "")
-    words = frozenset(said.replace(",", " ").split())
+    value = os.environ.get(VARIABLE, "")
+    chosen = frozenset(value.replace(",", " ").split())
     allowed = (SINGLE, ANY_ORDER, OVERLAP, LOW_PRIORITY)
-    if not words <= {*allowed}:
-        raise UsageError(VARIABLE, said, f"must be some of {', '.join(allowed)}")
-    return words
+    if not chosen <= {*allowed}:
+        raise UsageError(VARIABLE, value, f"must be some of {', '.join(allowed)}")
+    return chosen
 
 
 class _Attributes(ctypes.Structure):
@@ -61,10 +61,10 @@ class BatchCopies:
         arrays = [pointer, pointer, pointer, size, pointer, pointer, size]
         # What is called through ctypes runs without the GIL.
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(address)
-        words = wanted()
-        flags = PREFER_OVERLAP if OVERLAP in words else 0
+        chosen = wanted()
+        flags = PREFER_OVERLAP if OVERLAP in chosen else 0
         self._attributes = _Attributes(IN_STREAM_ORDER, flags=flags)
-        complete = IN_ANY_ORDER if ANY_ORDER in words else IN_STREAM_ORDER
+        complete = IN_ANY_ORDER if ANY_ORDER in chosen else IN_STREAM_ORDER
         self._of_complete = _Attributes(complete, flags=flags)
 
     def __call__(self, copies: Sequence[Copy], stream: int, *, complete: bool = False) -> int:
@@ -84,7 +84,7 @@ class BatchCopies:
 
 
 def batch_copies(driver: Driver, device: Handle = 0) -> BatchCopies | None:
-    """The function of this driver (`cuda.bindings.driver`).
+    """Return the function of this driver (`cuda.bindings.driver`).
 
     None when the driver is older than `SINCE`, when KVSTORE_CUDA_COPIES says single, and when
     `device` cannot use addresses of page-locked memory as they are (WSL2, virtual GPUs): there the

@@ -37,20 +37,21 @@ log = logging.getLogger("kvstore.cuda")
 
 UUID_BYTES = 16
 BATCH_COPIES_MIN = 4
-"""Fewer copies of a stream are calls of their own."""
+"""The fewest copies that are queued by one call; fewer are calls of their own."""
 
 _lock = threading.Lock()
 _devices: dict[int, BindingsDevice] = {}
-"""Of this process: a device has to know what of its memory is its own."""
+"""Devices of this process: a device must recognise its own memory."""
 
 
 def open_device(ordinal: int = 0, driver: Driver = None) -> BindingsDevice:
-    """The device of that number among those that this process sees; the same object each time.
+    """Return the device of that number among those that this process sees; the same object each
+    time.
 
     It has the device's primary context, which torch uses too, made now where there is none yet.
 
-    Raises `DeviceError` when there is none, or no driver or no cuda-python to reach it
-    with. `driver` stands in for `cuda.bindings.driver`.
+    Raises `DeviceError` when there is none, or no driver or no cuda-python to reach it with.
+    `driver` stands in for `cuda.bindings.driver`.
     """
     if driver is not None:
         return _open(ordinal, driver)
@@ -99,7 +100,7 @@ class _Mapped(NamedTuple):
 
     size_bytes: int
     name: bytes
-    """The name of memory of our own; empty for memory that was opened."""
+    """The name of our own memory; empty for memory that was opened."""
 
 
 class BindingsDevice:
@@ -121,11 +122,11 @@ class BindingsDevice:
         self.maps_read_only = True
         self._said_refused = False
         self.low_priority = LOW_PRIORITY in wanted()
-        """Streams for the engine's copies go behind its own."""
+        """Whether streams for the engine's copies yield to the engine's own."""
 
     @cached_property
     def batch(self) -> BatchCopies | None:
-        """Queues many copies by one call, where driver and device can."""
+        """Return what queues many copies by one call; None where driver or device cannot."""
         return batch_copies(self.driver, self._number)
 
     def _device(self, ordinal: int) -> Handle:
@@ -156,7 +157,8 @@ class BindingsDevice:
             call(driver.cuThreadExchangeStreamCaptureMode, mode)
 
     def enter(self) -> None:
-        """`current` for good, in a thread of our own: made so the first time it is called there."""
+        """Make this device's context current for good, in a thread of our own; later calls in that
+        thread do nothing."""
         if getattr(self._entered, "done", False):
             return
         self.call(self.driver.cuCtxSetCurrent, self._context)
@@ -229,8 +231,8 @@ class BindingsDevice:
         self._unmap(address)
 
     def _retained(self, name: bytes) -> Handle:
-        """A handle to our own memory of that name, None if there is none: nothing promises that a
-        process may import what it has exported itself."""
+        """Return a handle to our own memory of that name, None if there is none. It exists because
+        no document promises that a process may import what it has exported."""
         with self._lock:
             own = next((a for a, mapped in self._mapped.items() if mapped.name == name), None)
             if own is None:
@@ -364,8 +366,8 @@ class BindingsDevice:
                     self.call(self.driver.cuMemcpyAsync, to, source, size_bytes, stream)
 
     def _copied_together(self, copies: Sequence[Copy], stream: Handle, complete: bool) -> bool:
-        """False when it has to be done one by one: then those that were queued come twice, with the
-        same bytes."""
+        """Queue the copies by one call; False when each must be queued by itself. Then those that
+        were queued already are copied twice, with the same bytes."""
         if self.batch is None:
             return False
         error = self.driver.CUresult(self.batch(copies, int(stream), complete=complete))

@@ -24,7 +24,7 @@ HALF_BYTES = 4 << 20
 HALVES = 2
 
 _hanging: list[memoryview] = []
-"""Memory that a copy may still write to."""
+"""Memory that a copy may still write to; it is kept forever."""
 
 Extent = tuple[int, int]
 """(address on the device, bytes)"""
@@ -32,7 +32,7 @@ Extent = tuple[int, int]
 
 class _Part(NamedTuple):
     payload: int
-    """The number of the payload that it is of."""
+    """The number of the payload that it belongs to."""
     address: int
     size_bytes: int
 
@@ -50,10 +50,11 @@ class DeviceChecksums:
         self._closed = False
 
     def of(self, payloads: Sequence[Sequence[Extent]]) -> list[int]:
-        """The xxh3-64 of each payload, whose bytes are those of its extents one after the other.
+        """Return the xxh3-64 of each payload, whose bytes are those of its extents one after the
+        other.
 
-        What wrote them is done, not only queued. Raises `DeviceError` when the device refuses,
-        has not copied a part within `CUDA_IPC_DRAIN_S`, or did not before.
+        What wrote them is done, not only queued. Raises `DeviceError` when the device refuses, has
+        not copied a part within `CUDA_IPC_DRAIN_S`, or did not before.
         """
         if not self._lock.acquire(timeout=CUDA_IPC_DRAIN_S):
             raise DeviceError("copies to be checked hang")
@@ -139,7 +140,7 @@ class DeviceChecksums:
 
 
 def _windows(payloads: Sequence[Sequence[Extent]]) -> Iterator[list[_Part]]:
-    """All of them in order, cut so that each list has at most `HALF_BYTES`."""
+    """Yield all ranges in order, cut so that each list has at most `HALF_BYTES`."""
     parts: list[_Part] = []
     room = HALF_BYTES
     for number, extents in enumerate(payloads):

@@ -24,7 +24,8 @@ def hand_over(connection: socket.socket, shared: Shared) -> None:
 
 
 def take_over(path: Path, owner: int, timeout_s: float) -> Shared:
-    """The memory that is handed over at the socket `path`; its descriptor is the caller's to close.
+    """Return the memory that is handed over at the socket `path`; its descriptor is the caller's to
+    close.
 
     Raises `OSError` when nobody hands any over within `timeout_s`, when what comes is something
     else, and when it is not the user `owner` who listens: he alone says what is in that memory.

@@ -20,8 +20,8 @@ PROBE_EVERY_S = 60.0
 
 
 def probe_of(name: bytes) -> bytes:
-    """The `PROBE_BYTES` bytes that memory of that name ends with; the name (`Shared.name`) is
-    drawn at random and announced."""
+    """Return the `PROBE_BYTES` bytes that memory of that name ends with; the name (`Shared.name`)
+    is drawn at random and announced."""
     return shake_128(name).digest(PROBE_BYTES)
 
 
@@ -47,7 +47,7 @@ def read_probe(stream: Stream, address: int, name: bytes) -> None:
 
 
 _hanging: list[memoryview] = []
-"""Memory that a copy may still write to."""
+"""Memory that a copy may still write to; it is kept forever."""
 
 
 def _copy(stream: Stream, to: int, source: int, host: memoryview) -> None:

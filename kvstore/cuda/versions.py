@@ -9,29 +9,30 @@ import sys
 from importlib import metadata
 
 DISTRIBUTION = "cuda-bindings"
-"""What cuda-python brings, and what may be installed alone."""
+"""The distribution that cuda-python brings, and that may be installed alone."""
 
 
 def install_command(torch_cuda: str | None = None) -> str:
-    """The command that installs a cuda-python for torch's CUDA ("12.8"; None: any will do)."""
+    """Return the command that installs a cuda-python for torch's CUDA ("12.8"; None: any will
+    do)."""
     major = (torch_cuda or "").partition(".")[0]
     return f"pip install 'cuda-python=={major}.*'" if major else "pip install cuda-python"
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch is for; None where this process has not imported torch, or it is
-    for none."""
+    """Return the CUDA version that torch is for; None where this process has not imported torch, or
+    it is for none."""
     version = getattr(sys.modules.get("torch"), "version", None)
     cuda: str | None = getattr(version, "cuda", None)
     return cuda
 
 
 def misfit(torch_cuda: str | None) -> str:
-    """Why cuda-python does not fit torch's CUDA, with the remedy; empty when it does, or where
-    one of them is not there.
+    """Return why cuda-python does not fit torch's CUDA, with the remedy; empty when it does, or
+    where one of them is not there.
 
-    What one major version compiles or asks a driver for, the driver that torch is content with
-    may not know.
+    What one major version compiles or asks a driver for may be unknown to the driver that torch is
+    content with.
     """
     try:
         version = metadata.version(DISTRIBUTION)

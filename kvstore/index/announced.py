@@ -12,8 +12,8 @@ from kvstore.record import RecordSigner
 def announced_node(
     index: Index, node_id: int, signer: RecordSigner | None = None
 ) -> Announcement | None:
-    """The announcement of `node_id`; None when there is none that counts: of this version, whole
-    and under its own id.
+    """Return the announcement of `node_id`; None when there is none that counts: of this version,
+    whole and under its own id.
 
     With a `signer`, only what it signed counts: who can write into the index could name another
     address. Raises `IndexUnavailableError`.
@@ -22,7 +22,8 @@ def announced_node(
 
 
 def announced_nodes(index: Index, signer: RecordSigner | None = None) -> dict[int, Announcement]:
-    """The announcements of all nodes that count, by node id; as `announced_node` otherwise."""
+    """Return the announcements of all nodes that count, by node id; as `announced_node`
+    otherwise."""
     return nodes_among(index.nodes(), signer)
 
 
@@ -36,8 +37,8 @@ def nodes_among(
 
 
 def strangers_among(raws: Mapping[int, bytes]) -> list[Stranger]:
-    """The nodes in the answer `raws` of `Index.nodes` that are of another version: to be named,
-    not used."""
+    """Return the nodes in the answer `raws` of `Index.nodes` that are of another version: to be
+    named, not used."""
     return [other for raw in raws.values() if (other := stranger(raw)) is not None]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvstore.limits import PATIENT_TIMEOUT_S
+from kvstore.system.scoped import Giving, Scoped
 from kvstore.types import Key
 
 Record = bytes
@@ -17,7 +16,7 @@ ANNOUNCEMENT_BYTES_MAX = 16 << 10
 
 
 Place = tuple[int, int]
-"""How far a scan has come: a part of the index, and how far in it; (0, 0) at both ends."""
+"""How far a scan has come: a part of the index, and a position in it; (0, 0) at both ends."""
 
 
 class KeyRecord(NamedTuple):
@@ -26,30 +25,21 @@ class KeyRecord(NamedTuple):
 
 
 KeyedRecord = tuple[Key, Record]
-"""What a `KeyRecord` is; a batch may have plain ones."""
+"""The plain form of a `KeyRecord`, which a batch may contain."""
 
 
-class _Patience(threading.local):
-    timeout_s = 0.0
+_patience: Scoped[float] = Scoped()
 
 
-_patience = _Patience()
-
-
-@contextmanager
-def patient(timeout_s: float = PATIENT_TIMEOUT_S) -> Iterator[None]:
+def patient(timeout_s: float = PATIENT_TIMEOUT_S) -> Giving[float]:
     """Let this thread's calls inside the block take `timeout_s` where an index's own deadline is
     shorter."""
-    before, _patience.timeout_s = _patience.timeout_s, timeout_s
-    try:
-        yield
-    finally:
-        _patience.timeout_s = before
+    return _patience.giving(timeout_s)
 
 
 def allowed_s(timeout_s: float) -> float:
     """Return what a call may take now whose own deadline is `timeout_s`."""
-    return max(timeout_s, _patience.timeout_s)
+    return max([timeout_s, *_patience.in_force()]) if _patience.entries else timeout_s
 
 
 @runtime_checkable
@@ -64,11 +54,11 @@ class Index(Protocol):
     """
 
     def match(self, keys: Sequence[Key]) -> list[Record]:
-        """Records of the longest leading run of `keys` that is present, in order."""
+        """Return the records of the longest leading run of `keys` that is present, in order."""
         ...
 
     def lookup(self, keys: Sequence[Key]) -> list[Record | None]:
-        """A record or None for each of `keys`, in order."""
+        """Return a record or None for each of `keys`, in order."""
         ...
 
     def publish(self, records: Sequence[KeyedRecord]) -> Sequence[KeyedRecord]:
@@ -100,16 +90,17 @@ class Index(Protocol):
         ...
 
     def node(self, node_id: int) -> bytes | None:
-        """The announcement of `node_id`, None when there is none."""
+        """Return the announcement of `node_id`, None when there is none."""
         ...
 
     def nodes(self) -> dict[int, bytes]:
-        """All announcements, by node id."""
+        """Return all announcements, by node id."""
         ...
 
     def scan(self, place: Place) -> tuple[Place, list[KeyRecord]]:
-        """Some of the records, and the place to go on from. From (0, 0) to (0, 0) each that was
-        there all the time is among them, unless the parts of the index changed meanwhile."""
+        """Return some of the records, and the place to continue from. A scan from (0, 0) to (0, 0)
+        contains each record that was there all the time, unless the parts of the index changed
+        meanwhile."""
         ...
 
     def ping(self) -> None:
@@ -125,7 +116,8 @@ class Index(Protocol):
         ...
 
     def incarnation(self) -> str:
-        """Changes whenever keys may have been lost (restart, flush, failover)."""
+        """Return a value that changes whenever keys may have been lost (restart, flush,
+        failover)."""
         ...
 
     def close(self) -> None:

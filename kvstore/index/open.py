@@ -34,7 +34,7 @@ class OpenedIndex:
         return self._embedded is not None
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close it. Safe to call twice."""
         self.index.close()
         if self._embedded is not None:
             self._embedded.close()

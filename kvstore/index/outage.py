@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import ParamSpec, TypeVar
 
 from kvstore.circuit_breaker import Breaker, BreakerState
@@ -46,38 +46,20 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class GuardStats:
-    """Counts of one side (reading or writing) since the start."""
-
-    state: BreakerState
-    failures: int
-    """Calls that reached the index and failed."""
-    refused: int
-    """Calls that failed at once because the breaker was open (about: threads may race)."""
-    opened: int
-
-
 class _Side:
-    """One breaker with its counters. `open` is what callers look at, without a lock."""
+    """One breaker. `open` is what callers look at, without a lock."""
 
-    __slots__ = ("breaker", "failures", "last", "open", "opened", "refused")
+    __slots__ = ("breaker", "last", "open")
 
     def __init__(self, breaker: Breaker) -> None:
         self.breaker = breaker
         self.open = False
-        self.failures = 0
-        self.refused = 0
-        self.opened = 0
         self.last = IndexUnavailableError("")
         """How it failed last, as a call or as a probe."""
 
-    def stats(self) -> GuardStats:
-        return GuardStats(self.breaker.state, self.failures, self.refused, self.opened)
-
 
 def _without_frames(error: IndexUnavailableError) -> IndexUnavailableError:
-    """A copy of `error` to be kept: the error itself keeps alive what the failing call held."""
+    """Return a copy of `error` to keep: the error itself keeps alive what the failing call held."""
     return type(error)(str(error))
 
 
@@ -103,9 +85,9 @@ class GuardedIndex:
         waits_first: bool = False,
         machine: Machine = REAL,
     ) -> None:
-        """A side opens after `failures_max` failures in a row, or one time-out; pauses between
-        pings grow from `retry_after_s` to `retry_after_max_s` (seconds). Pings may take
-        `PATIENT_TIMEOUT_S`, and with `waits_first` all calls until one has ended."""
+        """Open a side after `failures_max` failures in a row, or one time-out. Pauses between pings
+        grow from `retry_after_s` to `retry_after_max_s` (seconds). Pings may take
+        `PATIENT_TIMEOUT_S`, and with `waits_first` so may all calls until one has ended."""
 
         def side() -> _Side:
             return _Side(
@@ -133,10 +115,6 @@ class GuardedIndex:
     def index(self) -> Index:
         """Return what is behind the breakers."""
         return self._index
-
-    @property
-    def reading(self) -> GuardStats:
-        return self._reading.stats()
 
     def match(self, keys: Sequence[Key]) -> list[Record]:
         return self._call(self._reading, self._index.match, keys)
@@ -182,27 +160,20 @@ class GuardedIndex:
         self._index.close()
 
     def _call(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not self._waits:
-            return self._ask(side, call, *args, **kwargs)
-        try:
-            with patient():
-                return self._ask(side, call, *args, **kwargs)
-        finally:
-            self._waits = False
-
-    def _ask(self, side: _Side, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if side.open:
-            side.refused += 1
             self._probe()
             why = f"the index failed and is being probed (breaker open): {side.last}"
             raise IndexBreakerOpenError(why) from side.last
         try:
-            answer = call(*args, **kwargs)
+            with patient() if self._waits else nullcontext():
+                answer = call(*args, **kwargs)
         except Exception as e:
             self._count(side, e)
             if isinstance(e, KVStoreError):
                 raise
             raise IndexUnavailableError(f"the index failed: {e!r}") from e
+        finally:
+            self._waits = False
         # A race that resets a count one failure early or late is fine; a lock per call is not.
         if side.breaker.failures and not side.open:
             side.breaker.succeeded()
@@ -221,12 +192,10 @@ class GuardedIndex:
 
     def _failed(self, side: _Side, *, hung: bool) -> None:
         with self._lock:
-            side.failures += 1
             side.breaker.failed(self._now(), hung=hung)
             if side.open or side.breaker.state is BreakerState.CLOSED:
                 return
             side.open = True
-            side.opened += 1
         self._probe()
 
     def _probe(self) -> None:
@@ -269,7 +238,7 @@ class GuardedIndex:
                         side.open = False
 
     def _ping_failure(self) -> IndexUnavailableError | None:
-        """Why the index does not answer a ping; None when it does."""
+        """Return why the index does not answer a ping; None when it does."""
         try:
             with patient():
                 self._index.ping()
@@ -280,7 +249,8 @@ class GuardedIndex:
         return None
 
     def after_fork_in_child(self) -> None:
-        """The prober did not come along, and the lock may be held by a thread that did not."""
+        """Take a new lock and close the sides: the parent's prober is not in the child, and a
+        thread that is not may hold its lock."""
         self._lock = self._machine.lock()
         self._probing = False
         for side in self._sides:

@@ -1,4 +1,4 @@
-"""Keeps what a node does in the background going: a bug there must not end it without a word."""
+"""Restarts a node's background tasks after an error, which must never end them silently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.node.seldom import Seldom
 log = logging.getLogger("kvstore.node")
 
 RESTART_AFTER_S = 1.0
-"""Between the failure of a task and its next start."""
+"""Pause between the failure of a task and its next start."""
 
 Task = Callable[[], Coroutine[None, None, None]]
 
@@ -20,7 +20,8 @@ class BackgroundTasks:
     """The tasks of one node's event loop, from `start` to `end`."""
 
     def __init__(self, node: str, counts: dict[str, int]) -> None:
-        """`node` is the name that the log says; `counts` has how many have failed."""
+        """Start with no tasks. `node` is the name for the log; `counts` counts the tasks that
+        failed."""
         self._node = node
         self._counts = counts
         self._say = Seldom(log)

@@ -1,4 +1,4 @@
-"""Looks at blocks whose bytes a client found to be wrong, in turns with what clients ask.
+"""Checks blocks whose bytes a client reported as wrong, in turns with the requests of clients.
 
 How many bytes a second are looked at is the core's to decide (core/node.py); here they are cut
 into turns, so that nobody waits for a gigabyte. A block that was moved or dropped meanwhile has
@@ -18,20 +18,20 @@ from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.node.control.turns import Turns
 
 STEP_BYTES = 4 << 20
-"""Of one turn: about 0.5 ms."""
+"""Bytes checked in one turn: about 0.5 ms."""
 WAITING_MAX = BATCH_KEYS_MAX
-"""Blocks that wait to be looked at; of one more nothing is found out: its next reader says so
+"""Blocks that wait to be checked. A further one is not checked; its next reader reports it
 again."""
 
 
 class Checked(Protocol):
-    """Is what `Checks` needs of a segment."""
+    """The part of a segment that `Checks` needs."""
 
     def checksum_steps(self, offset: int, length: int, step_bytes: int) -> Iterator[int | None]: ...
 
 
 class Checks:
-    """The blocks of one node that are to be looked at."""
+    """The blocks of one node that are to be checked."""
 
     def __init__(
         self, segment: Checked, turns: Turns, damaged: Callable[[CheckSlot], None]
@@ -41,7 +41,7 @@ class Checks:
         self._damaged = damaged
         self._waiting: deque[CheckSlot] = deque()
         self._steps: Iterator[int | None] | None = None
-        """Of the first of them."""
+        """The remaining steps of the first of them."""
 
     def add(self, checks: Sequence[CheckSlot]) -> None:
         """Have these looked at, one after the other."""
@@ -51,7 +51,7 @@ class Checks:
             self._turns.enter(self._turn)
 
     def _turn(self) -> bool:
-        """Look at up to `STEP_BYTES`; whether there is more."""
+        """Look at up to `STEP_BYTES`. Return whether there is more."""
         left_bytes = STEP_BYTES
         while self._waiting and left_bytes > 0:
             check = self._waiting[0]

@@ -57,6 +57,7 @@ from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.core.parts import joined, parts_of
 from kvstore.core.report import counts, stats
+from kvstore.core.resets import Resets
 from kvstore.errors import (
     DeadlineError,
     IndexUnavailableError,
@@ -88,6 +89,7 @@ from kvstore.node.publishing.resets import ResetNews
 from kvstore.node.publishing.scrubber import Scrubber
 from kvstore.node.readiness import Readiness, slot_works
 from kvstore.node.seldom import Seldom
+from kvstore.node.stream.disk_reads import DiskReads
 from kvstore.node.stream.server import StreamServer
 from kvstore.node.stream.service import ServedSegment
 from kvstore.node.upkeep import Parts, PutBack, Upkeep
@@ -100,17 +102,20 @@ from kvstore.segment.attached import AttachedShm
 from kvstore.segment.cgroup import check_limit, memory_limit
 from kvstore.system.filelock import FileLock
 from kvstore.system.on_failure import on_failure
+from kvstore.system.threads import DaemonThreads
 from kvstore.types import Key
 
 if TYPE_CHECKING:
+    from kvstore.node.disk.disks import NodeDisks
     from kvstore.node.metrics import NodeMetrics
+    from kvstore.node.page.page import Page
 
 log = logging.getLogger("kvstore.node")
 
 LEASE_POLL_S = 0.1
 START_TIMEOUT_S = 30.0
 ROOM_STEPS = 256
-"""Parts of the node of which clients are told that they are free, or not any more."""
+"""Steps into which the size of the node is divided for reporting its free room to clients."""
 
 
 class Node:
@@ -119,11 +124,11 @@ class Node:
 
     core_class: type[NodeCore] = NodeCore
     medium = "CPU"
-    """What its segment is in, in vLLM's word."""
+    """The kind of memory of its segment, in vLLM's word."""
     restartable = True
-    """Its segment may wait for its next start; else it goes with the process."""
+    """Whether its segment may wait for its next start; otherwise it ends with the process."""
     takes_saves = True
-    """Clients may write to it; else only its own process does."""
+    """Whether clients may write to it; otherwise only its own process does."""
 
     def __init__(self, config: NodeConfig, index: Index, *, machine: Machine = REAL) -> None:
         self.config = config
@@ -139,14 +144,16 @@ class Node:
         self._stream: StreamServer | None = None
         self._events: BlockEvents | None = None
         self._metrics: NodeMetrics | None = None
+        self._page: Page | None = None
         self._said_room = -1
         self._resetting: set[int] = set()
-        """Resets that others told of and that are under way."""
+        """Resets that others told of and that are being carried out."""
         self._name: FileLock | None = None
         self._say = Seldom(log)
+        self._disks: NodeDisks | None = None
         self._keeps = False
-        """The segment stays behind: this was an orderly end, and it was asked for, or a start that
-        was refused before anybody could connect, and it waits for the next."""
+        """Whether the segment stays for the next start: `keep` was set and this was an orderly end,
+        or a start was refused before anybody could connect."""
 
     # --- life -----------------------------------------------------------
 
@@ -260,10 +267,12 @@ class Node:
         with on_failure(self._former.close), on_failure(self.segment.close, keep=self._keeps):
             self._share_files(self.announcement)
             self._equip()
+            if config.disks:
+                self._open_disks()
 
     def _node_id(self) -> int:
-        """The former start's, where its segment waits: a container that is started again may have
-        another host name."""
+        """Return the node id of the former start where its segment waits, because a container that
+        is started again may have another host name."""
         former = self.dir.announcement() if self._keeps else None
         return former.node_id if former else node_id_of(self.config.run_dir, self.config.name)
 
@@ -293,6 +302,27 @@ class Node:
             has_group=config.group is not None,
         )
 
+    def _open_disks(self) -> None:
+        """Open the disks; from here on the core decides what goes there."""
+        # Imported where it is needed: most nodes have none.
+        from kvstore.node.disk.disks import NodeDisks
+
+        assert self._loop is not None
+        assert self.announcement is not None
+        core, resets = self.core, Resets.unpack(str(self.dir.kept_resets().get("resets", "")))
+        disks = NodeDisks(self.config, core.node_id, resets, core.epoch)
+        with on_failure(disks.close):
+            # Before the core knows of disks: these have caught up with each of them.
+            for number, namespace_ids in (*core.resets.news(resets), *disks.resets()):
+                self.carry_out(Reset(NOBODY, 0, number, namespace_ids))
+            data_path = Path(self.announcement.data_path)
+            start = (core.node_id, core.epoch)
+            turns = self.clients.turns
+            core.use_disks(disks.start(self.config, data_path, start, self._loop, turns))
+        self._disks = disks
+        self.announcement = dataclasses.replace(self.announcement, disks=disks.announced)
+        self.dir.announce(self.announcement)
+
     def _next_epoch(self) -> int:
         return next_epoch(self.config.run_dir, self.config.name, self.machine.wall())
 
@@ -305,7 +335,8 @@ class Node:
     def _begin(
         self, announcement: Announcement, make_core: Callable[[], NodeCore]
     ) -> takeover.Started:
-        """Core and segment to start with; `announcement` says where an empty one is to be."""
+        """Return core and segment to start with; `announcement` says where an empty segment is to
+        be."""
         check_limit(self.config.segment_bytes, memory_limit())
         catch_up = self._resets.catch_up
         return takeover.start(
@@ -318,6 +349,7 @@ class Node:
         assert self._loop is not None
         assert self._stopping is not None
         self._serve_streams()
+        self._serve_disks()
         self._publish_events()
         self._serve_metrics()
         heartbeat = self._heartbeat()
@@ -365,6 +397,9 @@ class Node:
         finally:
             self._keeps = self.config.keep and self._failure is None
             self._listener.close()
+            if self._disks is not None:  # their thread may be waiting for this one
+                ends = DaemonThreads(1, "kvstore-disks-end").submit(self._disks.stop)
+                await asyncio.wrap_future(ends)
             self._vanish()
             await tasks.end()
             upkeep.close()
@@ -387,6 +422,8 @@ class Node:
 
     def _hear(self, announcements: Iterable[Announcement]) -> str:
         """Drop what other nodes say was reset; returns the resets that this node knows of then."""
+        if self._page is not None:
+            self._page.hear(announcements)
         for number, namespace_ids in self._resets.unknown_to(self.core.resets, announcements):
             if number not in self._resetting:
                 self._resetting.add(number)
@@ -435,9 +472,20 @@ class Node:
         inside = LocalSessions(self._loop, self.sessions, self.act)
         sidecar = self._sidecar(self.announcement) if self.config.nixl else None
         segment = self._served(self.announcement)
-        self._stream = StreamServer(self.config, self.announcement, inside, segment, sidecar)
+        disks = DiskReads(self.announcement, self.config.disk_keys) if self._disks else None
+        self._stream = StreamServer(self.config, self.announcement, inside, segment, sidecar, disks)
         self._stream.start()
         self._announce_ways(self.announcement, self._stream.transports)
+
+    def _serve_disks(self) -> None:
+        """Let what is on disks be found, and write there."""
+        if self._disks is not None:
+            assert self._loop is not None
+            assert self.announcement is not None
+            inside = LocalSessions(self._loop, self.sessions, self.act)
+            word = self.announcement
+            segment = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
+            self._disks.serve(inside.open(), segment)
 
     def _publish_events(self) -> None:
         """Tell routers what is stored and removed from here on, and before on request."""
@@ -465,11 +513,17 @@ class Node:
         from kvstore.node.metrics import NodeMetrics
 
         assert self._loop is not None
-        self._metrics = NodeMetrics(self.config, self.medium, self._loop, self._numbers, self.dir)
+        if self.config.page:
+            from kvstore.node.page.page import Page
+
+            self._page = Page(self.config, self.core, self._now)
+        self._metrics = NodeMetrics(
+            self.config, self.medium, self._loop, self._numbers, self.dir, self._page
+        )
         self._metrics.start()
 
     def _numbers(self) -> dict[str, int | float]:
-        """Return what Prometheus is told of."""
+        """Return the numbers for Prometheus."""
         return {
             **stats(self.core, self._now()),
             "clients": len(self.sessions),
@@ -478,7 +532,7 @@ class Node:
         }
 
     def _served(self, announcement: Announcement) -> ServedSegment:
-        """The segment for threads of streams. Raises `OSError` and `PeerError`."""
+        """Return the segment for threads of streams. Raises `OSError` and `PeerError`."""
         data, head = Path(announcement.data_path), Path(announcement.head_path)
         return AttachedShm(data, head, writable=True)
 
@@ -491,9 +545,10 @@ class Node:
         self.dir.announce(self.announcement)
 
     def _vanish(self) -> None:
-        """From here on clients of this host find no node, and start or take another.
+        """Stop serving, so that clients of this host find no node from here on and start or choose
+        another.
 
-        The announcement goes after the segment: it is what a sweep knows it by.
+        The announcement is removed after the segment, because a sweep knows the segment by it.
         """
         if self._has_name():
             self.dir.socket.unlink(missing_ok=True)
@@ -535,19 +590,22 @@ class Node:
             self.index.withdraw(self.announcement.node_id)
             if not self._keeps:
                 self.publisher.withdraw_all()
+        if self._disks is not None and self.core.disk is not None:
+            self.core.disk.ends()
+            self._disks.close()
         self.sessions.close(keep=self._keeps)
         self._former.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Our bug: stop rather than serve from a state that cannot be trusted."""
+        """Stop after a bug, rather than serve from a state that cannot be trusted."""
         log.critical("node %s stops: %s", self.config.name, error, exc_info=error)
         self._failure = error
         assert self._stopping is not None
         self._stopping.set()
 
     def _on_loop_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """A bug in a callback ends the node: a publication would never be sent again, say, nor its
-        client answered. In the protocol of one connection it ends that connection only."""
+        """End the node after a bug in a callback: a publication might never be sent again, nor its
+        client answered. A bug in the protocol of one connection ends that connection only."""
         error = context.get("exception")
         peers = isinstance(error, OSError | UsageError)
         if isinstance(error, Exception) and not peers and "handle" in context:
@@ -571,7 +629,7 @@ class Node:
             self.answer(reply)
 
     def parts(self, event: Event, at_most: int) -> Sequence[Event]:
-        """`event` in parts of at most so many blocks (core/parts.py)."""
+        """Cut `event` into parts of at most so many blocks (core/parts.py)."""
         return parts_of(event, at_most, self.core.blocks.by_key, self._slots_of(event))
 
     def _slots_of(self, event: Event) -> Sequence[int]:
@@ -626,11 +684,17 @@ class Node:
         self.publisher.schedule()
         if self._events is not None:
             self._events.schedule()
+        if self._disks is not None:
+            self._disks.carried_out(self.core.blocks.counts["evicted"])
         self._say_room()
         return effects.replies
 
     def answer(self, reply: Reply) -> None:
-        """Send a client its answer, once the index knows of what it tells."""
+        """Send a client its answer, once the index knows of what it tells, and the disks of what
+        must not come back."""
+        if reply.after_log and self._disks is not None:
+            self._disks.hold(reply._replace(after_log=False), self.answer)
+            return
         session = self.sessions.get(reply.session)
         connection = session.transport if session is not None else None
         if connection is None:
@@ -662,12 +726,13 @@ class Node:
                 await asyncio.sleep(0)  # others' requests go between
 
     def _end_former(self) -> None:
-        """What clients of former starts held is free when the last of them is gone."""
+        """Free what clients of former starts held, once the last of them is gone."""
         if self.core.holds(FORMER) and self._former.gone():
             self.act(SessionDead(FORMER))
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of the core; for the thread that runs the node, and for tests after it ended.
+        """Return counters of the core; for the thread that runs the node, and for tests after it
+        ended.
 
         Raises `NodeUnavailableError` when the node has failed.
         """
@@ -677,7 +742,7 @@ class Node:
 
 
 def _unusable(run_dir: Path, error: OSError) -> Exception:
-    """`error` itself, or what to do when a file system is full or may not be written."""
+    """Return `error` itself, or what to do when a file system is full or may not be written."""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         where = Path(error.filename or run_dir)
         field, used = "run_dir", run_dir

@@ -17,10 +17,10 @@ EPOCH_MAX = (1 << 32) - 1
 
 
 def next_epoch(run_dir: Path, name: str, now_s: float) -> int:
-    """The epoch of a start that is about to happen; it is on record before this returns.
+    """Return the epoch of a start that is about to happen; it is on record before this returns.
 
-    The caller holds the node's lock, so nobody else counts at the same time. A file
-    that cannot be read counts as none: then the time has to do.
+    The caller holds the node's lock, so nobody else counts at the same time. A file that cannot be
+    read counts as none: then the time has to do.
     """
     path = record_of(run_dir, name)
     epoch = epoch_after(_last(path), now_s)
@@ -47,7 +47,7 @@ def record_of(run_dir: Path, name: str) -> Path:
 
 
 def epoch_after(last: int, now_s: float) -> int:
-    """The epoch that follows `last` at wall-clock time `now_s`."""
+    """Return the epoch that follows `last` at wall-clock time `now_s`."""
     return max(last + 1, int(now_s))
 
 

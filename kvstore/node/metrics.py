@@ -3,6 +3,7 @@
     /metrics   `FAMILIES`, and what prometheus_client knows of the process
     /live      200 while the node's event loop answers
     /ready     200 when the node is ready (readiness.py), else 503 and why it is not
+    /          the page (page/page.py), where it was asked for; /explain too, with its password
 
 One thread answers all connections, each as its bytes come: a request has `REQUEST_TIMEOUT_S` for
 its last byte, and so has its answer. Whoever can connect shows no secret, so connections are few,
@@ -23,11 +24,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from kvstore.core.outgoing.departures import GONE_KEYS_MAX
+from kvstore.core.outgoing.watched import AGE_BOUNDS_S
 from kvstore.errors import UsageError
 from kvstore.machine import REAL
 from kvstore.node.config import NodeConfig
+from kvstore.node.page.page import EXPLAIN, PATHS, Page, rendered
 from kvstore.node.seldom import Seldom
 from kvstore.nodedir import NodeDir
 from kvstore.system.descriptors import share
@@ -41,12 +46,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore.node")
 
-INSTALL = "pip install 'kvstore-llm[metrics]'"
+INSTALL = "pip install prometheus-client"
 LOOP_TIMEOUT_S = 2.0
+LATE = f"the node's loop has not answered within {LOOP_TIMEOUT_S:.0f} s"
 REQUEST_TIMEOUT_S = 2.0
 CONNECTIONS_MAX = 256
 ACCEPTED_AT_ONCE = 16
-"""Connections that are taken before those that are there are served again."""
+"""Connections that are accepted before existing ones are served again."""
 HEAD_BYTES_MAX = 16 << 10
 HEAD_END = b"\r\n\r\n"
 POLL_S = 0.2
@@ -57,7 +63,7 @@ class Family(NamedTuple):
     """One gauge or counter, and its name among a node's own (`core.report.stats`)."""
 
     name: str
-    """Prometheus' name behind `PREFIX`; a counter's without "_total"."""
+    """Prometheus' name after `PREFIX`; a counter's without "_total"."""
     of: str
     help: str
     counter: bool = False
@@ -102,9 +108,65 @@ FAMILIES = (
     Family("recovery_dropped", "recovery_dropped", "Headers that it could not.", counter=True),
     Family("removals_forgotten", "removals_forgotten", "Stale records left.", counter=True),
     Family("tasks_failed", "tasks_failed", "Background tasks that failed: a bug.", counter=True),
+    Family("stored_bytes", "stored_bytes", "Bytes of blocks stored.", counter=True),
+    Family("served_bytes", "served_bytes", "Bytes of blocks that other hosts read.", counter=True),
+    Family(
+        "ever_read_bytes",
+        "ever_read_bytes",
+        "Of stored_bytes, those of blocks that somebody has read since they were stored.",
+        counter=True,
+    ),
+    Family(
+        "asked_tokens",
+        "asked_tokens",
+        "Prompt tokens in full blocks that this host asked for: engine + hit + missed.",
+        counter=True,
+    ),
+    Family("engine_tokens", "engine_tokens", "Of them, in the engine's own cache.", counter=True),
+    Family("hit_tokens", "hit_tokens", "Of them, loaded from the store.", counter=True),
+    Family("client_hits", "client_hits", "Values and blocks that clients got.", counter=True),
+    Family("client_misses", "client_misses", "Those that they did not get.", counter=True),
+    Family("client_hit_bytes", "client_hit_bytes", "Bytes of those they got.", counter=True),
+)
+DISK_FAMILIES = (
+    Family("disk_devices", "disk_devices", "Disks that blocks are written to and read from."),
+    Family("disk_closed", "disk_closed", "Disks that do not work: look at the node's log."),
+    Family("disk_adopting", "disk_adopting", "Disks of which a start has not read everything yet."),
+    Family("disk_capacity_bytes", "disk_capacity_bytes", "Room for blocks on disks."),
+    Family("disk_blocks", "disk_blocks", "Blocks on disks that can be found."),
+    Family("disk_bytes", "disk_bytes", "Bytes of their payloads."),
+    Family("disk_written_bytes", "disk_written_bytes", "Bytes of blocks written.", counter=True),
+    Family(
+        "disk_again_bytes",
+        "disk_again_bytes",
+        "Of them, of blocks in use that were written again before their region was reused.",
+        counter=True,
+    ),
+    Family("disk_regions_evicted", "disk_regions_evicted", "Regions reused.", counter=True),
+    Family("disk_evicted", "disk_evicted", "Blocks that left disks for others.", counter=True),
+    Family("disk_damaged", "disk_damaged", "Blocks on disks found damaged.", counter=True),
+    Family("disk_promoted", "disk_promoted", "Blocks read back into memory.", counter=True),
+    Family("disk_adopted", "disk_adopted", "Blocks that this start found on disks.", counter=True),
+)
+"""What a node with disks tells too."""
+DISK_SKIPPED = "disk_skipped"
+"""What a reason stands behind, in the name of a number: "disk_skipped_small"."""
+MISSED = "missed_tokens"
+"""What a reason stands behind, in the name of a number: "missed_tokens:evicted"."""
+HISTOGRAMS = (
+    Family("evicted_age_seconds", "evicted_age", "Ages of evicted blocks since they were stored."),
+    Family("evicted_idle_seconds", "evicted_idle", "The same, since they were last used."),
+    Family(
+        "returned_seconds",
+        "returned",
+        "From a block's eviction until somebody stored it again, of the last "
+        f"{GONE_KEYS_MAX} that left: while these are short, the node is too small.",
+    ),
+    Family("read_gap_seconds", "read_gap", "From a block's last use, or its save, until a read."),
 )
 
 Numbers = Mapping[str, int | float]
+_T = TypeVar("_T")
 
 
 class NodeMetrics:
@@ -117,9 +179,11 @@ class NodeMetrics:
         loop: asyncio.AbstractEventLoop,
         numbers: Callable[[], Numbers],
         directory: NodeDir,
+        page: Page | None = None,
     ) -> None:
-        """It listens at once, at `config.metrics`. The loop's thread calls `numbers`. Raises
+        """Listen at once, at `config.metrics`. The loop's thread calls `numbers`. Raises
         `UsageError` when the address cannot be used, or prometheus_client is not there."""
+        self._page = page
         assert config.metrics is not None
         address = config.metrics
         shown = f"{address[0]}:{address[1]}"
@@ -132,13 +196,15 @@ class NodeMetrics:
         self._directory = directory
         self._about = {
             "node": config.name,
+            # Not a plain import: by its names the package leads to what is above a node.
+            "version": import_module("kvstore").__version__,
             "host": socket.gethostname(),
             "key_prefix": config.key_prefix,
             "policy": config.policy,
             "medium": medium,
         }
         self._read: Numbers | None = None
-        """What the loop has told last, for the answers under way."""
+        """The numbers that the loop gave last, for the answers being made."""
         self._asked = False
         """Whether the loop was asked for them: once for all who ask in one round."""
         self._stopping = threading.Event()
@@ -154,15 +220,15 @@ class NodeMetrics:
         self.port = self._listener.getsockname()[1]
         self._poll = select.poll()
         self._guests: dict[int, _Guest] = {}
-        """By descriptor."""
+        """Connections by descriptor."""
         self._waiting = Waiting[_Guest]()
 
     def start(self) -> None:
         REAL.start_thread(self._serve, "kvstore-metrics")
 
     def stop(self) -> None:
-        """Have the thread end. The loop's thread calls this, for which that one may be waiting: so
-        nobody waits for it."""
+        """Have the thread end without waiting for it. The loop's thread calls this, and the other
+        thread may be waiting for the loop."""
         self._stopping.set()
 
     def _serve(self) -> None:
@@ -210,7 +276,14 @@ class NodeMetrics:
                     if not data or len(guest.head) > HEAD_BYTES_MAX:
                         self._hang_up(guest)
                     return
-                guest.left = self._response(guest.head.partition(HEAD_END)[0].decode("latin-1"))
+                head, _, begun = guest.head.partition(HEAD_END)
+                environ = _environ(head.decode("latin-1"))
+                page = self._page
+                if page is not None and environ["PATH_INFO"] == EXPLAIN and page.takes(environ):
+                    self._forget(guest)
+                    page.explain(guest.connection, bytes(begun), environ)
+                    return
+                guest.left = self._response(environ)
                 guest.give_up_at = time.monotonic() + REQUEST_TIMEOUT_S
                 self._poll.modify(guest.connection, select.POLLOUT)
             guest.left = guest.left[guest.connection.send(guest.left) :]
@@ -223,62 +296,67 @@ class NodeMetrics:
                 self._say.warning("metrics: a request cannot be answered: %r", e, exc_info=e)
             self._hang_up(guest)
 
-    def _hang_up(self, guest: _Guest) -> None:
+    def _forget(self, guest: _Guest) -> None:
         self._waiting.leave(guest)
         if self._guests.pop(guest.connection.fileno(), None) is not None:
             self._poll.unregister(guest.connection)
+
+    def _hang_up(self, guest: _Guest) -> None:
+        self._forget(guest)
         with guest.connection, suppress(OSError):
             guest.connection.shutdown(socket.SHUT_WR)
 
-    def _response(self, head: str) -> bytes:
-        """Return the whole answer to the request whose head this is; the connection ends then."""
-        words, *fields = head.split("\r\n")
-        method, target = (*words.split(" "), "")[:2]
-        path, _, query = target.partition("?")
-        environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
-        for name, _, value in (field.partition(":") for field in fields):
-            environ["HTTP_" + name.upper().replace("-", "_")] = value.strip()
-        lines: list[str] = []
+    def _response(self, environ: WSGIEnvironment) -> bytes:
+        """Return the whole answer to a request; the connection ends then."""
+        told: list[tuple[str, list[tuple[str, str]]]] = []
         parts: list[bytes] = []
 
         def start(
             status: str, headers: list[tuple[str, str]], error: object = None, /
         ) -> Callable[[bytes], object]:
-            lines[:] = f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers)
+            told[:] = [(status, headers)]
             return parts.append
 
         parts += self._answer(environ, start)
-        body = b"".join(parts)
-        lines += f"Content-Length: {len(body)}", "Connection: close", "", ""
-        return "\r\n".join(lines).encode("latin-1") + (b"" if method == "HEAD" else body)
+        is_head = environ["REQUEST_METHOD"] == "HEAD"
+        return rendered(*told[0], b"".join(parts), is_head=is_head)
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO")
+        path = environ["PATH_INFO"]
+        page = self._page
+        if page is not None and path in (*PATHS, EXPLAIN):
+            try:
+                status, headers, body = page.answer(path, environ, lambda: self._ask(page.state))
+            except (TimeoutError, RuntimeError):
+                return _text_answer(start, "503 Service Unavailable", LATE)
+            start(status, headers)
+            return [body]
         if path not in ("/metrics", "/live", "/ready"):
-            return _said(start, "404 Not Found", "try /metrics, /live or /ready")
+            return _text_answer(start, "404 Not Found", "try /metrics, /live or /ready")
         if not self._asked:
             self._asked, self._read = True, None
             with suppress(TimeoutError, RuntimeError):  # the loop is busy, or has ended
-                self._read = self._ask()
+                self._read = self._ask(self._numbers)
         if self._read is None:
-            why = f"the node's loop has not answered within {LOOP_TIMEOUT_S:.0f} s"
-            return _said(start, "503 Service Unavailable", why)
+            return _text_answer(start, "503 Service Unavailable", LATE)
         if path == "/metrics":
             from prometheus_client import make_wsgi_app
 
-            told: Iterable[bytes] = make_wsgi_app(self._registry)(environ, start)
-            return told
+            answer: Iterable[bytes] = make_wsgi_app(self._registry)(environ, start)
+            return answer
         why_not = self._directory.why_not_ready() if path == "/ready" else ""
-        return _said(start, "503 Service Unavailable" if why_not else "200 OK", why_not or "yes")
+        return _text_answer(
+            start, "503 Service Unavailable" if why_not else "200 OK", why_not or "yes"
+        )
 
-    def _ask(self) -> Numbers:
-        """Return what the node counts. Raises `TimeoutError`, and `RuntimeError` when its loop
-        ended."""
-        future: concurrent.futures.Future[Numbers] = concurrent.futures.Future()
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        """Return what the loop's thread answers. Raises `TimeoutError`, and `RuntimeError` when
+        the loop ended."""
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def read() -> None:
             if future.set_running_or_notify_cancel():
-                future.set_result(self._numbers())
+                future.set_result(question())
 
         self._loop.call_soon_threadsafe(read)
         try:
@@ -287,21 +365,44 @@ class NodeMetrics:
             future.cancel()
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: a registry need not ask for numbers to know the names."""
+        """Return nothing: a registry need not ask for numbers to know the names."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """Return what prometheus_client's registry asks for, of the numbers that were just read."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            InfoMetricFamily,
+        )
 
-        assert self._read is not None
+        numbers = self._read
+        assert numbers is not None
         node = self._about["node"]
         yield InfoMetricFamily("kvstore_node", "This start of the node.", value=self._about)
-        for family in FAMILIES:
+        for family in (*FAMILIES, *DISK_FAMILIES):
+            if family.of not in numbers:
+                continue
             kind = CounterMetricFamily if family.counter else GaugeMetricFamily
             made = kind(PREFIX + family.name, family.help, labels=["node"])
-            made.add_metric([node], self._read[family.of])
+            made.add_metric([node], numbers[family.of])
             yield made
+        for start, what in (
+            (f"{MISSED}:", "Of asked_tokens, computed, by reason."),
+            (f"{DISK_SKIPPED}_", "Evicted blocks that are on no disk, by reason."),
+        ):
+            by_reason = CounterMetricFamily(PREFIX + start[:-1], what, labels=["node", "reason"])
+            for name in numbers:
+                if name.startswith(start):
+                    by_reason.add_metric([node, name.removeprefix(start)], numbers[name])
+            yield by_reason
+        for family in HISTOGRAMS:
+            ages = HistogramMetricFamily(PREFIX + family.name, family.help, labels=["node"])
+            bounds = [(f"{bound:.1f}", f"{family.of}_le_{bound}") for bound in AGE_BOUNDS_S]
+            buckets = [(bound, numbers[name]) for bound, name in [*bounds, ("+Inf", family.of)]]
+            ages.add_metric([node], buckets, numbers[f"{family.of}_s"])
+            yield ages
 
 
 class _Guest:
@@ -314,9 +415,20 @@ class _Guest:
         self.give_up_at = time.monotonic() + REQUEST_TIMEOUT_S
         self.head = bytearray()
         self.left = b""
-        """What is still to be sent of the answer."""
+        """The part of the answer that is still to be sent."""
 
 
-def _said(start: StartResponse, status: str, text: str) -> list[bytes]:
+def _environ(head: str) -> WSGIEnvironment:
+    """Return what the head of a request says."""
+    words, *fields = head.split("\r\n")
+    method, target = (*words.split(" "), "")[:2]
+    path, _, query = target.partition("?")
+    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
+    for name, _, value in (field.partition(":") for field in fields):
+        environ["HTTP_" + name.upper().replace("-", "_")] = value.strip()
+    return environ
+
+
+def _text_answer(start: StartResponse, status: str, text: str) -> list[bytes]:
     start(status, [("Content-Type", "text/plain; charset=utf-8")])
     return [f"{text}\n".encode()]

@@ -15,9 +15,9 @@ from kvstore.rundir import socket_path
 from kvstore.system.filelock import FileLock, try_lock
 
 NAME_TAKEN_TIMEOUT_S = 0.2
-"""How long a node that serves may keep its name from us: it may be about to stop."""
+"""Seconds to wait for a name that a serving node holds: it may be about to stop."""
 NAME_FREED_TIMEOUT_S = STOP_TIMEOUT_S * 2
-"""The same for one that does not serve (any more): it starts, or takes its records out."""
+"""The same for a node that does not serve (any more): it is starting, or removing its records."""
 LOCK_RETRY_S = 0.01
 
 

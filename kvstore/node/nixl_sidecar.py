@@ -23,9 +23,9 @@ log = logging.getLogger("kvstore.node")
 
 RETRY_AFTER_S = 1.0
 STEADY_S = 60.0
-"""One that lived as long is started again at once, and not twice as late as before."""
+"""A process that lived this long is restarted at once, without a longer pause than before."""
 ANSWER_TIMEOUT_S = 1.0
-"""It has nothing else to do: one that does not answer by then hangs, and is killed."""
+"""The process has nothing else to do: if it does not answer by then it hangs, and is killed."""
 STOP_TIMEOUT_S = 2.0
 
 
@@ -39,8 +39,9 @@ class NixlSidecar:
         vram: Shared | None = None,
         ordinal: int = 0,
     ) -> None:
-        """`access`: "read-only" or "writable", what its mapping of the payload is. With `vram` that
-        is memory of the device `ordinal`, whose descriptor stays open until `stop`."""
+        """Prepare the sidecar. `access` is "read-only" or "writable", for its mapping of the
+        payload. With `vram` the payload is memory of the device `ordinal`, whose descriptor stays
+        open until `stop`."""
         self._word = announcement
         self._access = access
         self._vram = vram
@@ -48,7 +49,7 @@ class NixlSidecar:
         self._stopping = threading.Event()
         self._started: NixlProcess | None = None
         self._process: NixlProcess | None = None
-        """The same once it is ready."""
+        """The same process once it is ready."""
         self._thread = threading.Thread(target=self._run, name="kvstore-nixl", daemon=True)
         self.starts = 0
 
@@ -62,8 +63,8 @@ class NixlSidecar:
         return process.pid if process is not None else None
 
     def way(self) -> list[object]:
-        """The endpoint, as `unpack_endpoint` of protocol/nixl.py takes it; empty while there is
-        none. A process that does not answer within `ANSWER_TIMEOUT_S` is killed."""
+        """Return the endpoint, as `unpack_endpoint` of protocol/nixl.py takes it; empty while there
+        is none. A process that does not answer within `ANSWER_TIMEOUT_S` is killed."""
         process = self._process
         if process is None:
             return []

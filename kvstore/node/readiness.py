@@ -30,7 +30,7 @@ log = logging.getLogger("kvstore.node")
 
 
 TRIAL_ROOM_BYTES = 2 * SLOT_BYTES_MIN
-"""In one piece: with as much no slot for a few bytes costs a block."""
+"""Free room in one piece from which on a slot for a few bytes costs no block."""
 
 
 def slot_works(core: NodeCore, segment: OwnedShm | OwnedCuda, key: Key, now: float) -> bool:
@@ -70,12 +70,13 @@ class Readiness:
         self._key = blake2b(b"ready %x %x" % node, digest_size=KEY_BYTES).digest()
         self._try_slot = try_slot
         self._proved = False
-        self._said: str | None = None
+        self._written: str | None = None
         self._lost = ""
         self._on_ready: Callable[[], None] | None = None
 
     def serving(self, on_ready: Callable[[], None] | None) -> None:
-        """Clients can connect from now on: call `on_ready` once the rest is proved too."""
+        """Note that clients can connect from now on; call `on_ready` once the rest is proved
+        too."""
         if on_ready is not None and self._proved:
             on_ready()
         elif on_ready is not None:
@@ -95,7 +96,7 @@ class Readiness:
             if first and self._on_ready is not None:
                 self._on_ready()
             return
-        known = self._said and isinstance(error, IndexBreakerOpenError)
+        known = self._written and isinstance(error, IndexBreakerOpenError)
         if isinstance(error, IndexRefusedError) or not (self._proved or known):
             self._say(str(error))
 
@@ -115,19 +116,19 @@ class Readiness:
         return None
 
     def say_again(self) -> bool:
-        """Say it again if the file was taken away; whether it was."""
-        gone = self._said is not None and not self._directory.ready_path.exists()
-        if gone:
-            self._directory.say_ready(self._said or "")
-        return gone
+        """Say it again if the file was taken away. Return whether it was."""
+        missing = self._written is not None and not self._directory.ready_path.exists()
+        if missing:
+            self._directory.say_ready(self._written or "")
+        return missing
 
     def lost(self, why: str) -> None:
-        """Say that the node is not ready any more, for that reason: something is gone for good."""
+        """Report that the node is not ready any more, because something is lost for good."""
         self._lost = why
         self._say(why)
 
     def _say(self, why_not: str) -> None:
         why_not = self._lost or why_not
-        if why_not != self._said:
-            self._said = why_not
+        if why_not != self._written:
+            self._written = why_not
             self._directory.say_ready(why_not)

@@ -1,4 +1,4 @@
-"""Warns of what happens again and again once in a while, and says how often it was held back."""
+"""Logs a recurring warning at most once per interval, with the number suppressed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import threading
 import time
 
 WARNED_EVERY_S = 30.0
-"""Between two warnings of the same kind: each tells of the trouble, and a log has to last."""
+"""Pause between two warnings of the same kind."""
 KINDS_MAX = 64
-"""Kinds of warnings that one remembers; beyond it the first of them is forgotten."""
+"""Kinds of warnings that are remembered; beyond it the oldest is forgotten."""
 
 
 class Seldom:
-    """Logs each kind of warning seldom, with how many there were. Thread-safe. A kind is a text
-    before the arguments are put in."""
+    """Logs a recurring warning at most once per interval, with the number suppressed. Thread-safe.
+    The kind of a warning is its text before the arguments are put in."""
 
     def __init__(self, log: logging.Logger, every_s: float = WARNED_EVERY_S) -> None:
         self._log = log
         self._every_s = every_s
         self._lock = threading.Lock()
         self._kinds: dict[str, tuple[float, int]] = {}
-        """By kind when it was said last, and how often it was held back since."""
+        """Kind -> when it was logged last, and how many were suppressed since."""
 
     def warning(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
-        """Warn, unless the same was said less than `every_s` ago: then it is counted."""
+        """Log the warning, unless the same was logged less than `every_s` ago: then it is
+        counted."""
         now = time.monotonic()
         with self._lock:
             said_at, held = self._kinds.get(text, (float("-inf"), 0))

@@ -53,8 +53,8 @@ from kvstore.system.threads import DaemonThreads
 log = logging.getLogger("kvstore.node")
 
 ROOM_WAIT_S = 3.0
-"""How long a node waits for memory that is about to be free: a client lets go of a dead node's
-within a second (client/local/reaper.py)."""
+"""Time that a node waits for memory that is about to become free: a client releases a dead node's
+memory within a second (client/nodes/reaper.py)."""
 ROOM_POLL_S = 0.05
 _SAME = ("node_id", "key_prefix", "size_bytes")
 
@@ -78,7 +78,7 @@ class FormerClients:
         """Open the leases in `leases`, and remove the free ones; all, unless they `matter`."""
         self._open: dict[Path, int] = {}
         self._unknown: list[Path] = []
-        """Leases that could not be looked at yet: their clients may live."""
+        """Leases that could not be checked yet: their clients may live."""
         self._say = Seldom(log)
         for path in leases.iterdir():
             try:
@@ -107,7 +107,7 @@ class FormerClients:
             self._unknown.append(path)
         else:
             if not fd_is_locked(self._open[path]):
-                self._let_go(path)
+                self._remove(path)
 
     def __len__(self) -> int:
         return len(self._open) + len(self._unknown)
@@ -115,13 +115,13 @@ class FormerClients:
     def gone(self) -> bool:
         """Return whether no such client is left; each lease that was freed meanwhile is removed."""
         for path in [path for path, fd in self._open.items() if not fd_is_locked(fd)]:
-            self._let_go(path)
+            self._remove(path)
         unknown, self._unknown = self._unknown, []
         for path in unknown:
             self._look_at(path)
         return not self._open and not self._unknown
 
-    def _let_go(self, path: Path) -> None:
+    def _remove(self, path: Path) -> None:
         os.close(self._open.pop(path))
         with contextlib.suppress(OSError):
             path.unlink()
@@ -233,8 +233,8 @@ def _apply(segment: OwnedShm, effects: Effects) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Hundreds of thousands of objects are made and none dies: looking for garbage among them
-    again and again takes a quarter of the time."""
+    """Turn the garbage collector off meanwhile. Hundreds of thousands of objects are made and none
+    dies; searching them again and again for garbage takes a quarter of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -249,7 +249,7 @@ def superblock_of(announcement: Announcement) -> Superblock:
 
 
 def _at(announcement: Announcement, segment: OwnedShm) -> Announcement:
-    """The same node with its segment where it was."""
+    """Return the announcement of the same node with the files of `segment`."""
     return announcement.with_files(str(segment.data_path), str(segment.head_path))
 
 

@@ -1,4 +1,4 @@
-"""Keeps up what a living node has in the run directory, where cleaners and people remove files.
+"""Restores the files of a living node in the run directory, where cleaners and people remove them.
 
 Every `LOOK_EVERY_S` the node looks whether what new clients need is there, and puts back what is
 not. Every `SIGN_OF_LIFE_S` it writes down that it lives (host_clock.py), and gives all its
@@ -38,11 +38,12 @@ from kvstore.system.filelock import fd_is_locked
 log = logging.getLogger("kvstore.node")
 
 LOOK_EVERY_S = 0.5
-"""How often a node looks whether its files are there."""
+"""Seconds between two checks of whether the node's files are there."""
 SIGN_OF_LIFE_S = 5.0
-"""How often a node says that it lives; what it leaves behind counts its age from there."""
+"""Seconds between two signs of life; what the node leaves behind counts its age from the last."""
 PutBack = tuple[Path, Callable[[], bool]]
-"""A file, and what puts it back if it is gone, and says whether it was; that raises `OSError`."""
+"""A file, and a function that restores it if it is missing and returns whether it was; it may raise
+`OSError`."""
 
 
 class Living(Protocol):
@@ -52,7 +53,7 @@ class Living(Protocol):
 
 
 class Parts(NamedTuple):
-    """What of a node has to do with its files."""
+    """The parts of a node that concern its files."""
 
     directory: NodeDir
     run_dir: Path
@@ -62,7 +63,7 @@ class Parts(NamedTuple):
     readiness: Readiness
     free_bytes: Callable[[], int]
     segment: Living | None
-    """That is to wait for the node's next start; None when it does not."""
+    """The segment that is to wait for the node's next start; None when it is not."""
     more: Sequence[PutBack]
 
 
@@ -70,7 +71,7 @@ class Upkeep:
     """The files of one start of one node. The thread of its event loop alone uses it."""
 
     def __init__(self, parts: Parts, has_name: Callable[[], bool]) -> None:
-        """`has_name` says whether the lock of the name is this process's."""
+        """Prepare the upkeep. `has_name` says whether the lock of the name is this process's."""
         self._parts = parts
         self._has_name = has_name
         self._directory = parts.directory
@@ -88,7 +89,7 @@ class Upkeep:
         ]
         word = parts.announcement
         self._memory = [p for p in map(Path, (word.data_path, word.head_path)) if p.exists()]
-        """What clients map; of VRAM the headers alone."""
+        """The files that clients map; of VRAM only the headers."""
         self._others = [
             *(self._directory.lock, self._directory.keep, self._directory.resets_path),
             *(self._directory.path, self._directory.path.parent, parts.run_dir),
@@ -96,7 +97,7 @@ class Upkeep:
         ]
 
     async def look_after(self) -> None:
-        """Put back what is gone, for ever."""
+        """Restore missing files, forever."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._has_name():
@@ -109,7 +110,7 @@ class Upkeep:
             await asyncio.sleep(SIGN_OF_LIFE_S)
 
     def put_back(self) -> None:
-        """Put back what is gone."""
+        """Restore missing files."""
         name = self._directory.name
         for path, again in self._files:
             try:
@@ -157,30 +158,30 @@ class Upkeep:
 
     def _touch(self, paths: Sequence[Path]) -> list[Path]:
         """Give those that are there the time of now; those that are not."""
-        gone: list[Path] = []
+        missing: list[Path] = []
         for path in paths:
             try:
                 os.utime(path, follow_symlinks=False)
             except FileNotFoundError:
-                gone.append(path)
+                missing.append(path)
             except OSError as e:
                 text = "node %s: %s keeps its old time: %s; a cleaner by age may remove it"
                 self._say.warning(text, self._directory.name, path, e.strerror)
-        return gone
+        return missing
 
     def _make_leases(self) -> bool:
-        gone = not self._directory.leases.is_dir()
-        if gone:
+        missing = not self._directory.leases.is_dir()
+        if missing:
             self._directory.leases.mkdir(mode=0o700)
             self._look_at_leases()
-        return gone
+        return missing
 
     def _look_at_leases(self) -> None:
-        """Let the next start begin empty while a living client has a lease that is gone."""
+        """Make the next start begin empty while the lease of a living client is missing."""
         leases = dict(self._parts.sessions.leases())
-        gone = self._touch([*leases])
+        missing = self._touch([*leases])
         try:
-            if any(fd_is_locked(leases[path]) for path in gone):  # else it was let go of
+            if any(fd_is_locked(leases[path]) for path in missing):  # else it was let go of
                 self._directory.unwatched.touch(mode=0o600)
             else:
                 self._directory.unwatched.unlink(missing_ok=True)
@@ -189,16 +190,16 @@ class Upkeep:
             self._say.warning(text, self._directory.name, self._directory.unwatched, e.strerror)
 
     def _say_room(self) -> bool:
-        gone = not self._directory.room_path.exists()
-        if gone:
+        missing = not self._directory.room_path.exists()
+        if missing:
             self._directory.say_room(self._parts.free_bytes())
-        return gone
+        return missing
 
     def _remember_epoch(self) -> bool:
-        gone = not self._epoch_path.exists()
-        if gone:
+        missing = not self._epoch_path.exists()
+        if missing:
             remember(self._epoch_path, self._parts.announcement.epoch)
-        return gone
+        return missing
 
     def close(self) -> None:
         """Let go of what is open. Safe to call twice."""

@@ -39,7 +39,8 @@ log = logging.getLogger("kvstore.node")
 
 BACKLOG = 128
 ACCEPT_PAUSE_S = 1.0
-"""After a connection that could not be taken: the process has no descriptor left, say."""
+"""Pause after a connection that could not be accepted, for example because the process has no
+descriptor left."""
 
 
 class VramNode(Node):
@@ -52,7 +53,9 @@ class VramNode(Node):
     def __init__(
         self, config: NodeConfig, index: Index, device: CudaDevice, *, takes_saves: bool = False
     ) -> None:
-        """With `takes_saves`, other processes of this user may save to it."""
+        """Prepare the node. With `takes_saves`, other processes of this user may save to it."""
+        if config.disks:
+            raise UsageError("disks", len(config.disks), "are not for a node in VRAM")
         super().__init__(config, index)
         self.device = device
         self.takes_saves = takes_saves
@@ -61,7 +64,7 @@ class VramNode(Node):
         self._memory: OwnedCuda | None = None
 
     def session(self) -> LocalSession:
-        """A session for one thread at a time, which closes it once it has stopped writing
+        """Return a session for one thread at a time, which closes it once it has stopped writing
         (rule 5)."""
         return self._inside.open()
 
@@ -81,7 +84,7 @@ class VramNode(Node):
 
     @property
     def address(self) -> int:
-        """The address of the segment on the device."""
+        """Return the address of the segment on the device."""
         assert self._memory is not None
         return self._memory.address
 

@@ -29,9 +29,9 @@ from kvstore.limits import EVENT_KEYS_MAX, EVENT_MESSAGE_BYTES_MAX
 from kvstore.types import KEY_BYTES, Key
 
 PREFIX = b"kvstore@"
-"""What every topic begins with."""
+"""The beginning of every topic."""
 END = (-1).to_bytes(8, "big", signed=True)
-"""In place of a sequence number, in the last message of an answer."""
+"""Stands in place of a sequence number in the last message of an answer."""
 _SEQUENCE_BYTES = 8
 _TOPIC_BYTES_MAX = 1024
 _LOOPBACK = "tcp://127.0.0.1"
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 class BlockChanges(NamedTuple):
-    """What one message says, in this order."""
+    """The content of one message, in this order."""
 
     cleared: bool
     """No block is there any more."""
@@ -59,7 +59,8 @@ def topic_of(source: Source) -> bytes:
 
 
 def source_of(topic: bytes) -> Source:
-    """The node that speaks under `topic`. Raises `PeerError` for what is no topic of a node."""
+    """Return the node that speaks under `topic`. Raises `PeerError` for what is no topic of a
+    node."""
     try:
         if len(topic) > _TOPIC_BYTES_MAX:
             raise ValueError
@@ -76,14 +77,14 @@ def sequence_bytes(sequence: int) -> bytes:
 
 
 def sequence_of(raw: bytes) -> int:
-    """A sequence number. Raises `PeerError` for anything else."""
+    """Return a sequence number. Raises `PeerError` for anything else."""
     if len(raw) != _SEQUENCE_BYTES:
         raise PeerError(f"a sequence number of events has {len(raw)} bytes, not {_SEQUENCE_BYTES}")
     return int.from_bytes(raw, "big")
 
 
 def pack_changes(time_s: float, changes: BlockChanges, medium: str) -> bytes:
-    """`medium` is vLLM's word for the kind of memory: "CPU" or "GPU"."""
+    """Pack an event batch. `medium` is vLLM's word for the kind of memory: "CPU" or "GPU"."""
     events: list[dict[str, object]] = []
     if changes.cleared:
         events.append({"type": "AllBlocksCleared"})
@@ -107,7 +108,7 @@ def pack_changes(time_s: float, changes: BlockChanges, medium: str) -> bytes:
 
 
 def pack_snapshot(time_s: float, keys: Sequence[Key], medium: str) -> Iterator[bytes]:
-    """The messages that say that exactly `keys` are there."""
+    """Yield the messages that say that exactly `keys` are there."""
     for start in range(0, max(len(keys), 1), EVENT_KEYS_MAX):
         part = list(keys[start : start + EVENT_KEYS_MAX])
         yield pack_changes(time_s, BlockChanges(start == 0, [], part), medium)

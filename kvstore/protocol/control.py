@@ -32,7 +32,7 @@ or raises `UsageError` and nothing has changed.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgpack
 
@@ -47,7 +47,7 @@ PROTOCOL_VERSION = 2
 
 
 class Op(enum.IntEnum):
-    """What a request asks for: the first item of its message."""
+    """The operation that a request asks for: the first item of its message."""
 
     HELLO = 0
     RESERVE = 1
@@ -67,21 +67,22 @@ class Op(enum.IntEnum):
     RESET = 15
     NAMES = 16
     RETAIN = 17
+    REPORT = 18
+    SAVED = 19
 
 
 READER_OPS = frozenset({Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN})
-"""For root and the group: what commands ask, and nothing that changes a block."""
-OWN_READER_OPS = READER_OPS | {Op.TOUCH, Op.SUSPECT}
-"""For this user's processes at a node in VRAM that takes no saves of others."""
+"""Operations for root and the group: what commands ask, and nothing that changes a block."""
+OWN_READER_OPS = READER_OPS | {Op.TOUCH, Op.SAVED, Op.SUSPECT}
+"""Operations for this user's processes at a node in VRAM that takes no saves of others."""
 
 
-def packed(message: Sequence[object]) -> bytes:
-    raw: bytes = msgpack.packb(message)
-    return raw
+packed: Callable[[Sequence[object]], bytes] = msgpack.packb
+join_keys: Callable[[Sequence[Key]], bytes] = b"".join
 
 
 def unpacker() -> Messages:
-    """Splits a byte stream into messages; refuses what is over the limits."""
+    """Return what splits a byte stream into messages, and refuses what is over the limits."""
     messages: Messages = msgpack.Unpacker(
         use_list=True,
         max_buffer_size=MESSAGE_BYTES_MAX,
@@ -107,7 +108,3 @@ def _items_in(argument: object) -> int:
     if isinstance(argument, bytes):
         return len(argument) // KEY_BYTES
     return len(argument) if isinstance(argument, list) else 0
-
-
-def join_keys(keys: Sequence[Key]) -> bytes:
-    return b"".join(keys)

@@ -16,6 +16,7 @@ from kvstore.core.events import (
     Clear,
     Commit,
     Drop,
+    EngineCounts,
     Event,
     Explain,
     Introduce,
@@ -31,6 +32,7 @@ from kvstore.core.events import (
     Unpin,
 )
 from kvstore.core.namespaces import namespace_of
+from kvstore.core.outgoing.watched import REPORTED_NAMES_MAX
 from kvstore.errors import UsageError
 from kvstore.limits import (
     BATCH_KEYS_MAX,
@@ -45,8 +47,9 @@ from kvstore.protocol.control import PROTOCOL_VERSION, Op
 from kvstore.types import KEY_BYTES, Key, Kind
 
 _CLIENT_ID = re.compile("[0-9a-f]{32}")
+_COUNTER = re.compile("[a-z_]{1,32}(:[a-z-]{1,32})?")
 _INTEGERS = {int}
-"""No truth values: they are not of this type itself."""
+"""The type of integers on the wire; bool, a subtype, does not count."""
 _LISTS = {list}
 
 
@@ -63,7 +66,7 @@ def _split_keys(raw: object) -> list[Key]:
 
 
 def _ints(field: str, raw: object, count: int, below: int) -> Sequence[int]:
-    """A list of `count` integers from 0 to below - 1; one integer stands for all."""
+    """Return a list of `count` integers from 0 to below - 1; one integer stands for all."""
     if type(raw) is int and 0 <= raw < below:
         return [raw] * count
     values = [raw] * count if isinstance(raw, int) else raw
@@ -86,7 +89,7 @@ def _whole_below(values: Sequence[object], below: int) -> TypeGuard[Sequence[int
 
 
 def _int(field: str, raw: object, below: int) -> int:
-    """An integer from 0 to below - 1."""
+    """Return an integer from 0 to below - 1."""
     return raw if type(raw) is int and 0 <= raw < below else _ints(field, [raw], 1, below)[0]
 
 
@@ -97,7 +100,7 @@ def _rows(field: str, raw: object, at_most: int) -> list[object]:
 
 
 def _tuples(field: str, raw: object, width: int) -> list[Any]:
-    """A list of integer tuples of one width."""
+    """Return a list of integer tuples of one width."""
     rows = _rows(field, raw, BATCH_KEYS_MAX)
     if not _are_rows(rows, width):
         wrong = next(item for item in rows if not _are_rows([item], width))
@@ -126,7 +129,7 @@ def _values(raw: object, sizes: Sequence[int]) -> Sequence[bytes | None]:
 
 
 def decode(session: int, message: object) -> Event:
-    """The event in a request of a known client.
+    """Return the event in a request of a known client.
 
     Raises `UsageError` that names the field; nothing was changed.
     """
@@ -216,6 +219,15 @@ def _named(session: int, request: int, raw_keys: object, raw_names: object) -> N
     return Named(session, keys, raw_names)
 
 
+def _report(session: int, request: int, raw_names: object, raw_counts: object) -> EngineCounts:
+    names = _rows("names", raw_names, REPORTED_NAMES_MAX)
+    for name in names:
+        if not isinstance(name, str) or not _COUNTER.fullmatch(name):
+            raise _fail("names", name, "must be letters, a colon and a reason")
+    counts = _ints("counts", raw_counts, len(names), 1 << 63)
+    return EngineCounts(session, dict(zip(cast("list[str]", names), counts, strict=True)))
+
+
 _DECODERS: dict[int, tuple[int, Callable[..., Event]]] = {
     Op.RESERVE: (7, _reserve),
     Op.COMMIT: (1, lambda s, r, items: Commit(s, r, _tuples("items", items, 3))),
@@ -224,6 +236,8 @@ _DECODERS: dict[int, tuple[int, Callable[..., Event]]] = {
     Op.UNPIN: (1, lambda s, r, items: Unpin(s, r, _tuples("items", items, 2))),
     Op.RETAIN: (3, _retain),
     Op.TOUCH: (1, lambda s, r, keys: Touch(s, _split_keys(keys))),
+    Op.SAVED: (1, lambda s, r, keys: Touch(s, _split_keys(keys), saved=True)),
+    Op.REPORT: (2, _report),
     Op.DROP: (1, lambda s, r, keys: Drop(s, r, _split_keys(keys))),
     Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _int("namespace_id", ns, 1 << 32))),
     Op.RESET: (2, _reset),
@@ -257,9 +271,9 @@ class Hello:
         self.client_id = client_id
         self._rows = _rows("reserved", reserved, HELD_MAX), _rows("pinned", pinned, HELD_MAX)
         self.reserved: dict[int, int] = {}
-        """By slot its generation."""
+        """Slot -> its generation."""
         self.pinned: dict[int, int] = {}
-        """By slot how many times."""
+        """Slot -> how many times it is pinned."""
 
     def claims(self, at_most: int) -> Iterator[int]:
         """Read what it says it holds, so many at a time: yields how many were read while there is

@@ -23,21 +23,22 @@ from kvstore.record import RECORD_BYTES, SIGNED_RECORD_BYTES
 from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED, Kind, PutResult, Retained, rejected
 
 OUTCOMES = (STORED, EXISTS, IN_PROGRESS, NO_SPACE)
-"""What became of a block is one byte on the wire, its place in here; anything else is a
-rejection, and travels as its reason."""
+"""What became of a block is one byte on the wire: its position in here. Anything else is a
+rejection and travels as its reason."""
 
 
 _RETAINED = frozenset(map(int, Retained))
 _INTEGERS = {int}
-"""No truth values: they are not of this type itself."""
+"""The type of integers on the wire; bool, a subtype, does not count."""
 
 
 class InvalidReplyError(ValueError):
-    """A node's answer is not what its request is answered by: it is broken, or no node."""
+    """Raised for a node's answer that does not fit its request: the node is broken, or it is no
+    node."""
 
 
 def encoded(answer: Answer) -> object:
-    """An answer of the core as what msgpack encodes."""
+    """Return an answer of the core as what msgpack encodes."""
     if not isinstance(answer, list):
         return answer
     return [encoded_outcome(one) if type(one) is PutResult else one for one in answer]
@@ -49,7 +50,7 @@ def encoded_outcome(result: PutResult) -> int | str:
 
 
 def outcome(answer: object) -> PutResult:
-    """Return what became of a block, by its code or in words."""
+    """Return what became of a block, by its code or by its text."""
     if type(answer) is int and 0 <= answer < len(OUTCOMES):
         return OUTCOMES[answer]
     if type(answer) is not str:
@@ -58,7 +59,7 @@ def outcome(answer: object) -> PutResult:
 
 
 def _items(body: object, count: int | None = None, what: str = "items") -> list[object]:
-    """A list, of `count` when that is known."""
+    """Return a list, of `count` items when that is known."""
     if type(body) is not list:
         raise InvalidReplyError(f"expected a list, got {shown(body, 40)}")
     if count is not None and len(body) != count:
@@ -67,7 +68,7 @@ def _items(body: object, count: int | None = None, what: str = "items") -> list[
 
 
 def whole(value: object) -> int:
-    """A whole number of at least 0; CLEAR is answered by one."""
+    """Return a whole number of at least 0; CLEAR is answered by one."""
     if type(value) is not int or value < 0:
         raise InvalidReplyError(f"expected a number, got {shown(value, 40)}")
     return value
@@ -90,7 +91,8 @@ def _seconds_or_none(value: object) -> float | None:
 
 
 def grants(count: int, body: object) -> list[list[int] | PutResult]:
-    """RESERVE: [slot, generation, offset], or what became of it, for each of `count` blocks."""
+    """Read the answer to RESERVE: for each of `count` blocks [slot, generation, offset], or what
+    became of it."""
     items = _items(body, count, "answers")
     rows = cast("list[list[object]]", [item for item in items if type(item) is list])
     granted = cast("list[list[int] | PutResult]", items)
@@ -107,7 +109,7 @@ def grants(count: int, body: object) -> list[list[int] | PutResult]:
 
 
 def outcomes(count: int, body: object) -> list[PutResult]:
-    """COMMIT: one for each of `count` blocks."""
+    """Read the answer to COMMIT: one result for each of `count` blocks."""
     codes = _items(body, count, "outcomes")
     if set(map(type, codes)) == _INTEGERS:
         known = cast("list[int]", codes)
@@ -117,7 +119,7 @@ def outcomes(count: int, body: object) -> list[PutResult]:
 
 
 def counters(body: object) -> Counters:
-    """STAT: numbers by name."""
+    """Read the answer to STAT: numbers by name."""
     if type(body) is not dict or any(
         type(k) is not str or type(v) not in (int, float) for k, v in body.items()
     ):
@@ -126,14 +128,15 @@ def counters(body: object) -> Counters:
 
 
 def flags(body: object) -> list[bool]:
-    """DROP: what was there."""
+    """Read the answer to DROP: which blocks were there."""
     if type(body) is not list or any(type(flag) is not bool for flag in body):
         raise InvalidReplyError("expected a list of true and false")
     return body
 
 
 def pins(body: object) -> list[PinAnswer]:
-    """PIN: a record, None where there is no such block, or why it is not pinned."""
+    """Read the answer to PIN: for each block a record, None where there is no such block, or why it
+    is not pinned."""
     if type(body) is not list or not all(
         answer is None
         or type(answer) is str
@@ -145,7 +148,7 @@ def pins(body: object) -> list[PinAnswer]:
 
 
 def retained(count: int, body: object) -> list[Retained]:
-    """RETAIN: one for each of `count` blocks."""
+    """Read the answer to RETAIN: one result for each of `count` blocks."""
     codes = [whole(code) for code in _items(body, count, "answers")]
     if any(code not in _RETAINED for code in codes):
         raise InvalidReplyError(f"expected what became of {count} wishes, got {codes[:8]}")
@@ -153,7 +156,7 @@ def retained(count: int, body: object) -> list[Retained]:
 
 
 def block_rows(body: object) -> list[BlockRow]:
-    """LIST: one row for each block."""
+    """Read the answer to LIST: one row for each block."""
     rows = []
     for row in _items(body):
         key, length, namespace_id, pins, kind, age_s, idle_s, name = _items(row, 8, "columns")
@@ -175,8 +178,8 @@ def block_rows(body: object) -> list[BlockRow]:
 
 
 def namespaces(body: object) -> dict[int, bytes]:
-    """EXPLAIN of no key: the fields of namespaces that have blocks there, by id; empty where no
-    client has told."""
+    """Read the answer to EXPLAIN of no key: the fields of namespaces that have blocks there, by id;
+    empty where no client has sent them."""
     _, _, rows = _items(body, 3)
     found = {}
     for row in _items(rows):
@@ -187,28 +190,29 @@ def namespaces(body: object) -> dict[int, bytes]:
     return found
 
 
-Explained = tuple[int, float, float | None, list[NamespaceRow]]
-"""(code, age in seconds, how far back the node remembers, (namespace id, blocks, fields) ...)"""
+Explained = tuple[list[int], list[float], float | None, list[NamespaceRow]]
+"""(code of each key, its age in seconds, how far back the node remembers, (namespace id, blocks,
+fields) ...)"""
 
 
-def explained(body: object) -> Explained:
-    """EXPLAIN of one key."""
-    fates, reaches_back_s, namespaces = _items(body, 3)
-    (fate,) = _items(fates, 1)
-    code, age_s = _items(fate, 2)
-    if type(code) is not int:
+def explained(count: int, body: object) -> Explained:
+    """Read the answer to EXPLAIN of `count` keys."""
+    told, reaches_back_s, namespaces = _items(body, 3)
+    fates = [_items(fate, 2) for fate in _items(told, count)]
+    codes = [code for code, _ in fates if type(code) is int]
+    if len(codes) < count:
         raise InvalidReplyError("expected a code")
     back = None if reaches_back_s is None else _seconds(reaches_back_s)
     rows = []
     for row in _items(namespaces):
-        namespace_id, count, raw = _items(row, 3)
+        namespace_id, blocks, raw = _items(row, 3)
         if type(raw) is not bytes:
             raise InvalidReplyError("expected fields")
-        rows.append((whole(namespace_id), whole(count), raw))
-    return code, _seconds(age_s), back, rows
+        rows.append((whole(namespace_id), whole(blocks), raw))
+    return codes, [_seconds(age_s) for _, age_s in fates], back, rows
 
 
 def reset_number(body: object) -> int:
-    """RESET: the number that the node has got to."""
+    """Read the answer to RESET: the number that the node has reached."""
     number, _ = _items(body, 2)
     return whole(number)

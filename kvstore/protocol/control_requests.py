@@ -12,27 +12,27 @@ from kvstore.types import Key, Kind
 
 @dataclass(slots=True)
 class Wants:
-    """Blocks to save, column by column, as the request says them: of a column whose entries are all
-    equal one may stand for all."""
+    """Blocks to save, column by column, as the request has them. A single entry may stand for a
+    column whose entries are all equal."""
 
     keys: Sequence[Key]
     sizes: int | Sequence[int]
-    """In bytes, with the description at the end."""
+    """Sizes in bytes, with the description at the end."""
     kinds: int | Sequence[int] = Kind.BLOCK
     meta_lengths: int | Sequence[int] = 0
     values: Sequence[bytes | None] | None = None
-    """What travels in the request."""
+    """The values that travel in the request."""
     checksums: int | Sequence[int] = 0
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def each_size(self) -> Sequence[int]:
-        """The size of each block in bytes."""
+        """Return the size of each block in bytes."""
         return [self.sizes] * len(self.keys) if isinstance(self.sizes, int) else self.sizes
 
     def of(self, which: Sequence[int]) -> Wants:
-        """Some of the blocks, by their numbers, which ascend."""
+        """Return some of the blocks, by their numbers, which ascend."""
         if len(which) == len(self.keys):
             return self
         values = None if self.values is None else picked(self.values, which)
@@ -51,7 +51,7 @@ def _some(column: int | Sequence[int], which: Sequence[int]) -> int | Sequence[i
 
 
 def reserve_arguments(wants: Wants, namespace_id: int, *, checksums: bool) -> tuple[object, ...]:
-    """The arguments of a RESERVE request."""
+    """Return the arguments of a RESERVE request."""
     values = wants.values
     if values is not None and values.count(None) == len(values):
         values = None

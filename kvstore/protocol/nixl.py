@@ -17,30 +17,29 @@ METADATA_BYTES_MAX = 64 << 10
 PROBE_BYTES = 4096
 DEVICES_MAX = 1 << 16
 _ADDRESS_MAX = 1 << 62
-"""Far above what a process can map; with an offset in a segment still 64 bits."""
+"""Far above what a process can map; with an offset in a segment the sum still has 64 bits."""
 
 
 class Endpoint(NamedTuple):
     """What a reader's agent needs to know of an owner's. Addresses are the owner's own."""
 
     agent: str
-    """The agent's name, another one for each start: `NODE_ID#EPOCH.START`."""
+    """The agent's name, a new one for each start: `NODE_ID#EPOCH.START`."""
     metadata: bytes
     head_at: int
     """Where the segment's header file is mapped."""
     data_at: int
-    """Where its payload is mapped."""
+    """Where the segment's payload is mapped."""
     probe_at: int
     probe: bytes
-    """What must be read there, before anything else is."""
+    """The bytes that must be read there before anything else is."""
     device: int = -1
-    """Which of the owner's devices payload and probe are on; -1: they are in host memory."""
+    """The owner's device with payload and probe; -1: they are in host memory."""
 
 
 def unpack_endpoint(answers: Sequence[object]) -> Endpoint | None:
-    """Return the endpoint; None when the node has none to give now (it says so by an empty list).
-    Raises `WireError`.
-    """
+    """Return the endpoint; None when the node has none to give now, which it expresses by an empty
+    list. Raises `WireError`."""
     if not answers:
         return None
     if len(answers) not in (len(Endpoint._fields) - 1, len(Endpoint._fields)):
@@ -59,13 +58,13 @@ def unpack_endpoint(answers: Sequence[object]) -> Endpoint | None:
     )
 
 
-def _number(field: str, value: object, least: int, below: int) -> int:
-    if type(value) is not int or not least <= value < below:
+def _number(field: str, value: object, low: int, below: int) -> int:
+    if type(value) is not int or not low <= value < below:
         raise WireError(f"a NIXL endpoint with {field}={shown(value, 40)}")
     return value
 
 
-def _bytes(field: str, value: object, least: int, most: int) -> bytes:
-    if not isinstance(value, bytes) or not least <= len(value) <= most:
-        raise WireError(f"a NIXL endpoint whose {field} is not {least} to {most} bytes")
+def _bytes(field: str, value: object, low: int, most: int) -> bytes:
+    if not isinstance(value, bytes) or not low <= len(value) <= most:
+        raise WireError(f"a NIXL endpoint whose {field} is not {low} to {most} bytes")
     return value

@@ -57,7 +57,7 @@ KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class WireError(PeerError):
-    """The other side does not speak this protocol, or not with our secret."""
+    """Raised when the other side does not speak this protocol, or not with our secret."""
 
 
 # --- frames ----------------------------------------------------------------------
@@ -82,14 +82,14 @@ Message = tuple[Frame, bytes]
 
 
 def frame(message: Message, seal: StreamSeal) -> bytes:
-    """A frame as bytes: a head, the body, and the tag of both."""
+    """Return a frame as bytes: a head, the body, and the tag of both."""
     kind, body = message
     raw = _FRAME.pack(kind, len(body) + TAG_BYTES) + body
     return raw + seal.tag(raw)
 
 
 def frame_body(kind: Frame, rest: bytes, seal: StreamSeal) -> bytes:
-    """The body in what follows a head. Raises `WireError` when it is not what was sent."""
+    """Return the body in what follows a head. Raises `WireError` when it is not what was sent."""
     body, tag = rest[:-TAG_BYTES], rest[-TAG_BYTES:]
     if not matches(seal.tag(_FRAME.pack(kind, len(rest)) + body), tag):
         raise WireError("a frame that is damaged")
@@ -97,7 +97,7 @@ def frame_body(kind: Frame, rest: bytes, seal: StreamSeal) -> bytes:
 
 
 def frame_head(raw: bytes) -> tuple[Frame, int]:
-    """(type, bytes that follow) of the frame that begins with `raw`."""
+    """Return (type, bytes that follow) of the frame that begins with `raw`."""
     kind, size_bytes = unpacked(_FRAME, raw)
     if not TAG_BYTES <= size_bytes <= STREAM_FRAME_BYTES_MAX:
         raise WireError(f"a frame of {size_bytes} bytes, at most {STREAM_FRAME_BYTES_MAX}")
@@ -136,14 +136,14 @@ class Asked(NamedTuple):
 def pack_read(
     asked: Sequence[tuple[Key, Location]], timeout_s: float, kind: Frame = Frame.READ
 ) -> Message:
-    """A READ or LOOK frame. `timeout_s` is how long the client will wait for all of it."""
+    """Pack a READ or LOOK frame. `timeout_s` is how long the client will wait for all of it."""
     body = [_READ.pack(_milliseconds(timeout_s))]
     body += [_ASKED.pack(key, *location[1:]) for key, location in asked]
     return kind, b"".join(body)
 
 
 def unpack_read(body: bytes, node_id: int) -> tuple[float, list[Asked]]:
-    """(timeout in seconds, blocks) of a READ or LOOK frame's body."""
+    """Return (timeout in seconds, blocks) of a READ or LOOK frame's body."""
     timeout_s = _seconds(body)
     asked = [
         Asked(key, Location(node_id, *fields))
@@ -174,19 +174,19 @@ class SaveOffer(NamedTuple):
     kind: int
     meta_length: int
     checksum: int
-    """xxh3-64 of the payload: what the node will have read must have it."""
+    """xxh3-64 of the payload, which the bytes that the node reads must have."""
 
 
 def pack_put(
     offers: Sequence[SaveOffer], namespace_id: int, fields: bytes, timeout_s: float
 ) -> Message:
-    """A PUT frame; `fields` are the namespace's, as JSON, or empty."""
+    """Pack a PUT frame; `fields` are the namespace's, as JSON, or empty."""
     head = _PUT.pack(_milliseconds(timeout_s), namespace_id, len(fields))
     return Frame.PUT, head + fields + b"".join(_OFFER.pack(*offer) for offer in offers)
 
 
 def unpack_put(body: bytes) -> tuple[float, int, bytes, list[SaveOffer]]:
-    """(timeout in seconds, namespace id, its fields, offers) of a PUT frame's body."""
+    """Return (timeout in seconds, namespace id, its fields, offers) of a PUT frame's body."""
     timeout_ms, namespace_id, fields_bytes = unpacked(_PUT, body[: _PUT.size])
     if fields_bytes > NAMESPACE_BYTES_MAX:
         raise WireError(f"a namespace of {fields_bytes} bytes, at most {NAMESPACE_BYTES_MAX}")
@@ -199,7 +199,7 @@ def unpack_put(body: bytes) -> tuple[float, int, bytes, list[SaveOffer]]:
 
 
 GRANTED = 255
-"""Among the answers to PUT: the node will take this payload. Others are codes of control_replies.py
+"""An answer to PUT: the node will take this payload. Other answers are codes of control_replies.py
 or a reason."""
 
 
@@ -208,17 +208,17 @@ def pack_answers(answers: Sequence[object]) -> Message:
 
 
 def pack_control(message: Sequence[object]) -> Message:
-    """A CONTROL frame around one message of protocol/control.py."""
+    """Pack a CONTROL frame around one message of protocol/control.py."""
     return Frame.CONTROL, msgpack.packb(list(message))
 
 
 def unpack_answers(body: bytes) -> list[object]:
-    """The list in an ANSWERS frame's body; its items are for the caller to check."""
+    """Return the list in an ANSWERS frame's body; the caller checks its items."""
     return _listed(body, unpacked_answers)
 
 
 def unpack_control(body: bytes) -> list[object]:
-    """The list in a CONTROL frame's body; its items are for the caller to check."""
+    """Return the list in a CONTROL frame's body; its items are for the caller to check."""
     return _listed(body, unpacked_request)
 
 

@@ -48,11 +48,11 @@ NODE_HELLO_BYTES = _NODE_HELLO.size
 VERDICT_BYTES = 1 + PROOF_BYTES
 ACCEPTED = 1
 _HAS_SECRET = 1
-"""In the second field of a hello; the bits above it are MACs."""
+"""A bit of the second field of a hello; the bits above it are MACs."""
 
 
 class SecretError(WireError):
-    """The two sides do not know the same secret."""
+    """Raised when the two sides do not know the same secret."""
 
 
 def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
@@ -60,8 +60,8 @@ def _proof(secret: bytes | None, who: bytes, transcript: bytes) -> bytes:
 
 
 def _key(secret: bytes, sender: bytes, transcript: bytes) -> bytes:
-    """The key of what `sender` sends on this connection: both nonces, the node and the MAC are in
-    it."""
+    """Return the key of what `sender` sends on this connection: both nonces, the node and the MAC
+    are in it."""
     return hmac.digest(secret, b"kvstore stream 3 seals of the " + sender + transcript, "sha256")
 
 
@@ -110,7 +110,7 @@ class _Side:
         self._node = node
         self._sealed = secret is not None and not protected
         self._macs = frozenset[Mac]()
-        """Those that may seal the stream; none when it needs no seals."""
+        """MACs that may seal the stream; none when it needs no seals."""
         if self._sealed:
             self._macs = available() if macs is None else macs
         self._transcript = b""
@@ -128,12 +128,12 @@ class ClientHandshake(_Side):
 
     @property
     def hello(self) -> bytes:
-        """The message to send first."""
+        """Return the message to send first."""
         abilities = _abilities(self._secret is not None, self._macs)
         return _CLIENT_HELLO.pack(_MAGIC, abilities, self._nonce)
 
     def prove(self, node_hello: bytes) -> bytes:
-        """The proof to send. Raises `WireError` when it is not the node that is wanted."""
+        """Return the proof to send. Raises `WireError` when it is not the node that is wanted."""
         magic, abilities, node_id, epoch, _ = unpacked(_NODE_HELLO, node_hello)
         _check_magic(magic, "server")
         if (node_id, epoch) != self._node:
@@ -150,8 +150,8 @@ class ClientHandshake(_Side):
         return _proof(self._secret, b"client", self._transcript)
 
     def check(self, verdict: bytes) -> Seals:
-        """The seals of this connection. Raises `WireError` unless the node accepts us and knows
-        the secret too."""
+        """Return the seals of this connection. Raises `WireError` unless the node accepts us and
+        knows the secret too."""
         if len(verdict) != VERDICT_BYTES:
             raise WireError(f"a verdict of {len(verdict)} bytes")
         if verdict[0] != ACCEPTED:
@@ -175,7 +175,8 @@ class NodeHandshake(_Side):
         return _NODE_HELLO.pack(_MAGIC, abilities, *self._node, self._nonce)
 
     def answer(self, client_hello: bytes) -> bytes:
-        """The message to send back. Raises `WireError` unless a client of this protocol speaks."""
+        """Return the message to send back. Raises `WireError` unless a client of this protocol
+        speaks."""
         magic, abilities, _ = unpacked(_CLIENT_HELLO, client_hello)
         _check_magic(magic, "client")
         if self._sealed:
@@ -195,5 +196,5 @@ class NodeHandshake(_Side):
         return False, bytes(VERDICT_BYTES)
 
     def seals(self) -> Seals:
-        """The seals of this connection, once the client is known to know the secret."""
+        """Return the seals of this connection, once the client is known to know the secret."""
         return self._seals(b"node", b"client")

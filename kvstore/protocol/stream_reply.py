@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.limits import META_BYTES_MAX
+from kvstore.protocol.chunks import Digests, chunked
 from kvstore.protocol.stream import KINDS, WireError
 from kvstore.protocol.stream_seal import TAG_BYTES, StreamSeal, matches
 
 GROUP_BYTES = 4 << 20
-"""Payloads that travel together and are judged together; a larger one travels alone. Part of
-the protocol: both sides divide a reply by it."""
+"""Bytes of payloads that travel together and are judged together; a larger payload travels alone.
+It is part of the protocol: both sides divide a reply by it."""
 
 
 class Sent(enum.IntEnum):
@@ -23,6 +24,8 @@ class Sent(enum.IntEnum):
 
     GOOD = 1
     MISS = 2
+    FAILED = 3
+    """After a payload alone: it may be here, and a disk did not give it in time."""
 
 
 _HEAD = struct.Struct("<BBH")
@@ -43,13 +46,13 @@ class Tail(NamedTuple):
 
     verdict: int
     """GOOD: the block was in place, the same from before its first byte to after its last.
-    MISS: what was sent is not this block."""
+    MISS, FAILED: what was sent is not this block."""
     checksum: int
     """xxh3-64 of the payload."""
 
 
 _LINE_BYTES = 64
-"""Heads and tails fill whole cache lines, and so payloads stay aligned: processors copy what is 8
+"""Heads and tails fill whole cache lines, so that payloads stay aligned: processors copy what is 8
 or 16 bytes off at half the speed."""
 
 
@@ -70,7 +73,7 @@ def pack_heads(heads: Sequence[Head], seal: StreamSeal) -> bytes:
 
 
 def pack_tails(tails: Sequence[Tail], seal: StreamSeal) -> bytes:
-    """The tails of a group whose payloads have gone by `seal`."""
+    """Return the tails of a group whose payloads have gone by `seal`."""
     payloads = seal.payload_tag()
     return _sealed(payloads + b"".join(_TAIL.pack(*tail) for tail in tails), seal)
 
@@ -81,7 +84,7 @@ def _sealed(raw: bytes, seal: StreamSeal) -> bytes:
 
 
 def _opened(raw: bytes, size_bytes: int, seal: StreamSeal) -> bytes:
-    """The first `size_bytes` of what `_sealed` made of as many."""
+    """Return the first `size_bytes` of what `_sealed` made of as many."""
     body, tag = raw[:-TAG_BYTES], raw[-TAG_BYTES:]
     if len(raw) != _lines_bytes(size_bytes) or not matches(seal.tag(body), tag):
         raise WireError("a reply that is damaged")
@@ -91,7 +94,7 @@ def _opened(raw: bytes, size_bytes: int, seal: StreamSeal) -> bytes:
 
 
 def grouped(blocks: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """The numbers of (number, length) in groups that travel together."""
+    """Return the numbers of (number, length) in groups that travel together."""
     groups: list[list[int]] = []
     room = 0
     for number, length in blocks:
@@ -111,24 +114,43 @@ class BlockReply(NamedTuple):
     meta_length: int = 0
     checksum: int = 0
     damaged: bool = False
-    """Not good because its bytes are not those that the node sent."""
+    """True if it is not good because its bytes differ from those that the node sent."""
+    failed: bool = False
+    """True if the node's disk did not give it."""
 
 
 class ReadReply:
-    """Follows the answer to one READ: a head for each block, then for each group of those that
-    come their payloads and a tail for each."""
+    """Reads the answer to one READ, without I/O: a head for each block, then for each group of
+    those that come their payloads and a tail for each."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
         self._heads: list[Head] = []
         self._groups: list[list[int]] = []
-        """Of blocks that were not judged yet."""
+        """Groups of blocks that were not judged yet."""
         self.replies: list[BlockReply | None] = [None] * len(lengths)
-        """None while nothing is known of a block."""
+        """A reply for each block; None while nothing is known of it."""
 
-    @property
-    def done(self) -> bool:
-        return None not in self.replies
+    def memory(
+        self, into: Sequence[Sequence[memoryview]], seal: StreamSeal
+    ) -> Iterator[list[memoryview]]:
+        """Yield the memory that the answer fills, in the order of its bytes, with payloads straight
+        `into` the memory of their blocks. Each is to be full before the next is asked for. Raises
+        `WireError`."""
+        heads = memoryview(bytearray(heads_bytes(len(into))))
+        yield [heads]
+        for group in self.heads(bytes(heads), seal):
+            tails = memoryview(bytearray(tails_bytes(len(group))))
+            digests = Digests([self._lengths[block] for block in group])
+            chunks = chunked([into[block] for block in group])
+            for chunk in chunks:
+                yield [*chunk.pieces, *([tails] if chunk is chunks[-1] else ())]
+                digests.update(chunk)
+                for piece in chunk.pieces:
+                    seal.update(piece)
+            if not chunks:
+                yield [tails]
+            self.tails(bytes(tails), seal, [digests.value(i) for i in range(len(group))])
 
     def heads(self, raw: bytes, seal: StreamSeal) -> Sequence[Sequence[int]]:
         """Take the heads; the blocks that come, in the groups in which they do."""
@@ -150,11 +172,14 @@ class ReadReply:
         return list(self._groups)
 
     def there(self) -> list[Head | None]:
-        """The heads that were taken; None for blocks that do not come."""
+        """Return the heads that were taken; None for blocks that do not come."""
         return [None if head.follows == Sent.MISS else head for head in self._heads]
 
-    def tails(self, raw: bytes, seal: StreamSeal) -> None:
-        """Take the tails of the next group, whose payloads have gone by `seal`.
+    def tails(
+        self, raw: bytes, seal: StreamSeal, checksums: Sequence[int | None] | None = None
+    ) -> None:
+        """Take the tails of the next group, whose payloads have gone by `seal` and have these
+        `checksums`, where they were computed.
 
         Payloads with another tag are no block: one that the node calls off may have spoilt
         those beside it, and else somebody has changed them.
@@ -162,18 +187,22 @@ class ReadReply:
         if not self._groups:
             raise WireError("more than was asked for")
         group = self._groups[0]
-        seen = seal.payload_tag()
-        said = _opened(raw, len(group) * _TAIL.size + TAG_BYTES, seal)
-        same = matches(seen, said[:TAG_BYTES])
+        tag = seal.payload_tag()
+        tail_bytes = _opened(raw, len(group) * _TAIL.size + TAG_BYTES, seal)
+        same = matches(tag, tail_bytes[:TAG_BYTES])
         judged = []
-        for verdict, checksum in _TAIL.iter_unpack(said[TAG_BYTES:]):
-            if verdict not in (Sent.GOOD, Sent.MISS):
+        for verdict, checksum in _TAIL.iter_unpack(tail_bytes[TAG_BYTES:]):
+            if verdict not in (Sent.GOOD, Sent.MISS, Sent.FAILED):
                 raise WireError(f"verdict {verdict} on a payload")
-            judged.append((verdict == Sent.GOOD, checksum))
-        torn = not all(good for good, _ in judged)
-        for block, (good, checksum) in zip(self._groups.pop(0), judged, strict=True):
+            judged.append((verdict, checksum))
+        torn = any(verdict != Sent.GOOD for verdict, _ in judged)
+        seen = checksums or [checksum for _, checksum in judged]
+        for block, (verdict, checksum), came in zip(self._groups.pop(0), judged, seen, strict=True):
             _, kind, meta_length = self._heads[block]
-            if good and same:
+            good = verdict == Sent.GOOD
+            if verdict == Sent.FAILED:
+                self.replies[block] = BlockReply(False, failed=True)
+            elif good and same and came == checksum:
                 self.replies[block] = BlockReply(True, kind, meta_length, checksum)
             else:
-                self.replies[block] = BlockReply(False, damaged=not torn)
+                self.replies[block] = BlockReply(False, damaged=not torn or (good and same))

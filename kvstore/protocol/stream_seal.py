@@ -1,4 +1,4 @@
-"""Shows that the bytes of a stream are the other side's, all of them and in order. Pure.
+"""Authenticates a stream: all bytes are the other side's, complete and in order. Pure.
 
 Each direction of a connection has a *seal* of its own at both ends, which count what went by.
 A message ends in a tag over it and its number; payloads have a tag of their own, since their
@@ -14,8 +14,9 @@ from __future__ import annotations
 import enum
 import hmac
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from zlib import crc32
 
@@ -28,26 +29,29 @@ TAG_BYTES = 16
 KEY_BYTES = 32
 _NUMBER = struct.Struct("<Q")
 _NONCE = struct.Struct("<QI")
-"""Of GCM, 96 bits. A key serves one direction of one connection, so none is used twice."""
+"""The nonce of GCM, 96 bits. A key serves one direction of one connection, so none is used
+twice."""
 
 
 class Mac(enum.IntEnum):
-    """How a stream is authenticated; the least number that both sides have is taken."""
+    """How a stream is authenticated; of those that both sides have, the one with the lowest number
+    is used."""
 
     GMAC = 1
-    """A third of the time of BLAKE3; `cryptography` brings it ('pip install cryptography')."""
+    """It takes a third of the time of BLAKE3; `cryptography` brings it ('pip install
+    cryptography')."""
     BLAKE3 = 2
 
 
 class StreamSeal(Protocol):
-    """One end of one direction. One thread at a time, and in the order of the bytes."""
+    """One end of one direction. One thread at a time may use it, in the order of the bytes."""
 
     def update(self, piece: memoryview) -> None:
         """Count a part of a payload that goes by."""
         ...
 
     def payload_tag(self) -> bytes:
-        """Tag of the payload that went by since the last such tag."""
+        """Return the tag of the payload that passed since the last such tag."""
         ...
 
     def tag(self, message: bytes) -> bytes: ...
@@ -57,7 +61,7 @@ class PlainSeal:
     """A CRC-32 of messages; payloads have their checksums."""
 
     def update(self, piece: memoryview) -> None:
-        """Counts nothing: payloads have checksums of their own."""
+        """Count nothing: payloads have checksums of their own."""
 
     def payload_tag(self) -> bytes:
         return bytes(TAG_BYTES)
@@ -70,7 +74,7 @@ PLAIN = PlainSeal()
 
 
 class Blake3Seal:
-    """BLAKE3 with a key, over the tag's number and what it is of."""
+    """Keyed BLAKE3 over the tag's number and its content."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -97,7 +101,7 @@ class Blake3Seal:
 
 
 class GmacSeal:
-    """AES-256-GCM without a text; the number is the nonce, what it is of the associated data."""
+    """AES-256-GCM without a text: the number is the nonce, the content the associated data."""
 
     def __init__(self, key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -105,16 +109,13 @@ class GmacSeal:
 
         self._short = AESGCM(key)
         self._aes, self._cipher, self._gcm = algorithms.AES(key), Cipher, modes.GCM
-        self._number = 0
+        self._numbers = count(1)
         self._payload: AEADEncryptionContext | None = None
-
-    def _nonce(self) -> bytes:
-        self._number += 1
-        return _NONCE.pack(self._number, 0)
 
     def update(self, piece: memoryview) -> None:
         if self._payload is None:
-            self._payload = self._cipher(self._aes, self._gcm(self._nonce())).encryptor()
+            nonce = _NONCE.pack(next(self._numbers), 0)
+            self._payload = self._cipher(self._aes, self._gcm(nonce)).encryptor()
         self._payload.authenticate_additional_data(piece)
 
     def payload_tag(self) -> bytes:
@@ -126,7 +127,7 @@ class GmacSeal:
         return tag
 
     def tag(self, message: bytes) -> bytes:
-        return self._short.encrypt(self._nonce(), b"", message)
+        return self._short.encrypt(_NONCE.pack(next(self._numbers), 0), b"", message)
 
 
 class Seals(NamedTuple):
@@ -147,7 +148,7 @@ def keyed(mac: Mac, sent_key: bytes, received_key: bytes) -> Seals:
 
 @cache
 def available() -> frozenset[Mac]:
-    """The MACs that this installation can make."""
+    """Return the MACs that this installation can make."""
     try:
         GmacSeal(bytes(KEY_BYTES)).tag(b"")
     except Exception:  # not installed, or of a kind that its own checks of this machine refuse
@@ -159,6 +160,5 @@ def best(macs: Sequence[Mac] | frozenset[Mac]) -> Mac | None:
     return min(macs, default=None)
 
 
-def matches(expected: bytes, seen: bytes) -> bool:
-    """Return whether two tags are the same, in a time that tells nothing."""
-    return hmac.compare_digest(expected, seen)
+matches: Callable[[bytes, bytes], bool] = hmac.compare_digest
+"""Returns whether two tags are the same, in a time that tells nothing."""

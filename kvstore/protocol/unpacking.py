@@ -20,19 +20,20 @@ from kvstore.limits import (
 REQUEST_LISTS_MAX: Final = 8
 """Lists and maps in a request of a client on another host."""
 REQUEST_ITEMS_MAX: Final = 16
-"""Items of each of them: more than any request has, those that are then refused in words too."""
+"""Items in each of them: more than any request has, also of those that are then refused with a
+reason."""
 READER_MESSAGE_BYTES_MAX: Final = 4 << 10
-"""Of a request of another user on this host, which has a hundred: so many lists are made in a
-millisecond."""
+"""Bytes of a request of another user on this host, which needs a hundred: this many lists are made
+in a millisecond."""
 OTHERS_ANSWER_BYTES_MAX: Final = 2 << 20
-"""Of an answer of another user's node on this host: all its namespaces, at their largest, are half
-of it."""
+"""Bytes of an answer of another user's node on this host: all its namespaces, at their largest, are
+half of it."""
 ANSWER_LISTS_MAX: Final = 4 * BATCH_KEYS_MAX
 """Lists and maps in an answer: one for each block, or each namespace, and a few."""
 
 
 class Messages(Protocol):
-    """Splits a stream of bytes into messages: an iteration gives those that are whole by now."""
+    """Splits a stream of bytes into messages: an iteration yields those that are whole by now."""
 
     def feed(self, data: bytes, /) -> None: ...
 
@@ -48,7 +49,7 @@ class ShortMessages:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._fed = self._whole = 0
-        """Bytes that came, and those of them that were whole messages."""
+        """Bytes that arrived, and those of them that were whole messages."""
         self._unpacker = msgpack.Unpacker(
             use_list=True, max_ext_len=0, strict_map_key=True, max_buffer_size=bytes_max
         )
@@ -89,12 +90,12 @@ class _Counted:
 
 
 def unpacked_request(body: bytes) -> object:
-    """The request of a client on another host. Raises what msgpack does."""
+    """Return the request of a client on another host. Raises what msgpack does."""
     return _unpacked(body, REQUEST_LISTS_MAX, max(REQUEST_ITEMS_MAX, RESET_NAMESPACES_MAX))
 
 
 def unpacked_answers(body: bytes) -> object:
-    """The answers of a node on another host. Raises what msgpack does."""
+    """Return the answers of a node on another host. Raises what msgpack does."""
     return _unpacked(body, ANSWER_LISTS_MAX, ANSWER_LISTS_MAX)
 
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from kvstore.errors import UsageError
 from kvstore.limits import RESTART_WITHIN_S, SEGMENTS_SEEN_MAX
-from kvstore.nodedir import NodeDir, sweep
+from kvstore.nodedir import TABLE, NodeDir, sweep
 from kvstore.segment.header import SHM_DIR, SUPERBLOCK_BYTES, home_of, life_of
 from kvstore.system import host_clock
 from kvstore.system.filelock import FileLock, is_locked, try_lock
@@ -41,30 +41,32 @@ from kvstore.system.small_files import read_start
 
 HEAD, DATA = ".head", ".data"
 SWEEP_EVERY_S = 60.0
-"""How often nodes, `kvstore up` and clients look for memory that dead nodes of this user left in
-/dev/shm."""
+"""Seconds between two searches, by nodes, `kvstore up` and clients, for memory that dead nodes of
+this user left in /dev/shm."""
 _NAME = re.compile("kvstore-([0-9]{1,10})-")
 
 
 def segment_base(shm_dir: Path, node_id: int, epoch: int) -> Path:
-    """The path of a new segment's files, less their suffixes: nobody has had it or can guess it."""
+    """Return the path of a new segment's files, less their suffixes: nobody has used it or can
+    guess it."""
     token = os.urandom(8).hex()
     return shm_dir / f"kvstore-{os.getuid()}-{node_id:016x}-{epoch}-{token}"
 
 
 def user_of(path: str) -> int | None:
-    """The user whose segment is called so; None where `path` is not called like one."""
+    """Return the user whose segment has that name; None where `path` is not named like a
+    segment."""
     named = _NAME.match(Path(path).name)
     return int(named[1]) if named else None
 
 
 class Segment(NamedTuple):
-    """What lies under one segment's name."""
+    """The files under one segment's name."""
 
     base: Path
     size_bytes: int
     age_s: float
-    """Since its node's last sign of life, if it may come back, else since its making."""
+    """Seconds since its node's last sign of life if the node may return, else since it was made."""
     home: Path | None
     """The directory of its node; None when the header file does not say."""
     owned: bool
@@ -84,27 +86,28 @@ class Segment(NamedTuple):
 
     @property
     def home_named(self) -> str:
-        """The node and its run directory, as messages name them."""
+        """Return the node and its run directory, as messages name them."""
         if self.home is None:
             return "a node that it does not name"
         return f"node {self.home.name} in run directory {self.home.parent.parent}"
 
     @property
     def waits_s(self) -> float:
-        """Return how many seconds it is left for its node's next start; at 0 whoever looks may free
-        it, unless it is `owned`."""
+        """Return for how many seconds it waits for its node's next start. At 0 any process of the
+        user may free it, unless it is `owned`."""
         return 0.0 if self.owned else max(RESTART_WITHIN_S - self.age_s, 0.0)
 
 
 def segments(shm_dir: Path = SHM_DIR) -> list[Segment]:
-    """The segments of this user, in the order of their names, at most `SEGMENTS_SEEN_MAX`."""
+    """Return the segments of this user, in the order of their names, at most
+    `SEGMENTS_SEEN_MAX`."""
     bases = {path.with_suffix("") for path in _files(shm_dir) if _ours(path)}
     found = [_look(base) for base in sorted(bases)[:SEGMENTS_SEEN_MAX]]
     return [segment for segment in found if segment is not None]
 
 
 def foreign_files(shm_dir: Path = SHM_DIR) -> list[Path]:
-    """Files of other users that are called like segments of this one."""
+    """Return files of other users whose names look like segments of this one."""
     return sorted(path for path in _files(shm_dir) if not _ours(path))
 
 
@@ -143,7 +146,7 @@ def _look(base: Path) -> Segment | None:
     head, data = Path(f"{base}{HEAD}"), Path(f"{base}{DATA}")
     sizes: list[int] = []
     times: list[float] = []
-    for path in (head, data):
+    for path in (head, data, base.with_suffix(TABLE)):
         try:
             status = path.lstat()
         except OSError:
@@ -159,7 +162,7 @@ def _look(base: Path) -> Segment | None:
 
 
 def _owned(head: Path) -> bool:
-    """Return whether the segment's owner lives. True, too, where nobody can look."""
+    """Return whether the segment's owner lives; True, too, where that cannot be tested."""
     try:
         return _ours(head) and is_locked(head)
     except OSError:
@@ -186,6 +189,7 @@ def _free(segment: Segment, homeless: bool) -> bool:
             locked = os.fstat(lock.fd).st_nlink > 0
             if again is None or not locked or not _may_go(again._replace(owned=False), homeless):
                 return False
+            head.with_suffix(TABLE).unlink(missing_ok=True)
             data.unlink(missing_ok=True)
             head.unlink(missing_ok=True)
         finally:

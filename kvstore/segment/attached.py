@@ -31,21 +31,22 @@ from kvstore.system.on_failure import on_failure
 from kvstore.types import Key, Value
 
 _PLACE = struct.Struct("<8xI20x")
-"""What `hint_of` takes of a key."""
+"""The bits of a key that `hint_of` uses."""
 _SLOTS_BEFORE = SUPERBLOCK_BYTES // HEADER_BYTES
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 _EHWPOISON = 133
-"""Of Linux; the module errno of Python 3.10 to 3.13 does not have it."""
+"""An error number of Linux that the module errno of Python 3.10 to 3.13 lacks."""
 _GONE = (errno.EFAULT, _EHWPOISON)
-"""What the kernel says where a touch would be SIGBUS: a file was cut, or memory is broken."""
+"""Errors of the kernel where a touch would be SIGBUS: a file was cut, or memory is broken."""
 POPULATE_BYTES_MIN = 64 << 10
-"""A fault maps up to as much by itself."""
+"""A page fault maps up to this much by itself."""
 POPULATE_AHEAD_BYTES = 16 << 30
-"""Of one mapping; its page tables then take 32 MiB. What lies beyond is mapped when used."""
+"""Bytes of one mapping that are mapped ahead; their page tables take 32 MiB. The rest is mapped
+when used."""
 POPULATE_STEP_BYTES = 1 << 20
 POPULATE_PAUSE_S = 1e-4
-"""Between two steps of the thread, which takes 0.2 ms of a processor for each."""
+"""Pause between two steps of the thread, which takes 0.2 ms of CPU for each."""
 
 
 class AttachedHeads:
@@ -58,7 +59,7 @@ class AttachedHeads:
     def __init__(
         self, head_path: Path, *, owner: int | None = None, machine: Machine = REAL
     ) -> None:
-        """With `owner`, the file must be a plain one of that user's."""
+        """Map the file. With `owner`, it must be a plain file of that user."""
         self._head = machine.map_memory(head_path, writable=False, owner=owner)
         superblock = newest_superblock(self._head[:SUPERBLOCK_BYTES])
         if superblock is None or len(self._head) != header_file_bytes(superblock.size_bytes):
@@ -85,7 +86,7 @@ class AttachedHeads:
         return image
 
     def hinted(self, key: Key) -> tuple[int, bytes]:
-        """The slot that may hold `key` and its header, which says whether it does."""
+        """Return the slot that may hold `key` and its header, which says whether it does."""
         place = int.from_bytes(key[8:12], "little") & self._hint_mask  # hint_of, at its fastest
         slot_id = self._hints[place]
         start = SUPERBLOCK_BYTES + slot_id * HEADER_BYTES
@@ -99,7 +100,7 @@ class AttachedHeads:
         return slot_id, image
 
     def hinted_each(self, keys: Iterable[Key]) -> Iterator[tuple[int, bytes]]:
-        """`hinted` for many keys, each in half the time."""
+        """Do `hinted` for many keys, each in half the time."""
         hints, head, mask, place_of = self._hints, self._head, self._hint_mask, _PLACE.unpack
         for key in keys:
             (place,) = place_of(key)
@@ -151,14 +152,14 @@ class AttachedShm(AttachedHeads):
         self._populated: set[int] = set()
         """Parts of `LOCK_PART_BYTES` whose pages are all mapped, or are being mapped."""
         self._mapped_parts: set[int] = set()
-        """Those among them whose pages are."""
+        """The parts among them whose pages are all mapped."""
         self._populating = False
-        """A thread maps what lies ahead."""
+        """True while a thread maps what lies ahead."""
         self.is_populated = False
-        """All pages are mapped: `populate` has nothing to do any more."""
+        """All pages are mapped, and `populate` has nothing left to do."""
 
     def payloads(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes at each (offset, length), in place."""
+        """Return the bytes at each (offset, length), in place."""
         return [self.payload[offset : offset + length] for offset, length in places]
 
     def read_batch(self, keys: list[Key], outs: list[Value], kinds: int) -> batch_read.Values:
@@ -185,7 +186,7 @@ class AttachedShm(AttachedHeads):
         return self._advise(start, offset + size_bytes - start)
 
     def _populate_part(self, part: int) -> bool:
-        """Map a part of `LOCK_PART_BYTES` once; False when some of it is gone."""
+        """Map a part of `LOCK_PART_BYTES` once; False when some of its pages are lost."""
         if part not in self._populated:
             self._populated.add(part)  # at once: other threads need not do the same
             if not self._advise(*self._part(part)):
@@ -201,7 +202,8 @@ class AttachedShm(AttachedHeads):
         self.is_populated = mapped_bytes >= self.superblock.size_bytes
 
     def _part(self, part: int) -> tuple[int, int]:
-        """(start, bytes) of a part of `LOCK_PART_BYTES`; the segment's last one may be smaller."""
+        """Return (start, bytes) of a part of `LOCK_PART_BYTES`; the segment's last one may be
+        smaller."""
         start = part * LOCK_PART_BYTES
         return start, min(LOCK_PART_BYTES, self.superblock.size_bytes - start)
 
@@ -238,7 +240,7 @@ class AttachedShm(AttachedHeads):
         return True
 
     def close(self) -> None:
-        """Unmap; views handed out keep the memory until they are gone."""
+        """Unmap; views handed out keep the memory until they are released."""
         self.payload.release()
         super().close()
         # A caller may still hold a view: the mapping then goes with the last one.
@@ -247,9 +249,10 @@ class AttachedShm(AttachedHeads):
 
 
 def private_pages(path: str, offset: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """A part of a segment as a ctypes array of this caller alone: nobody sees what it writes there.
+    """Return a part of a segment as a ctypes array of this caller alone: nobody sees what it writes
+    there.
 
-    The pages that it has not written to are the segment's, as they are now. Raises `OSError` and
+    Pages that it has not written to are the segment's, as they are now. Raises `OSError` and
     `ValueError` when there is no such part.
     """
     start = offset & -mmap.PAGESIZE

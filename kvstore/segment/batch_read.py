@@ -35,10 +35,10 @@ from kvstore.types import Key, Value
 SOURCE = Path(__file__).with_suffix(".c")
 
 Found = Callable[[int, int], object]
-"""Called with (offset, bytes) of each block that is about to be copied; one for which it returns
-False is left to the caller: its pages are gone."""
+"""Called with (offset, bytes) of each block before it is copied. If it returns False, the block is
+left to the caller, because its pages are lost."""
 Copied = Callable[[], object]
-"""Called after each copy, before the header is looked at again."""
+"""Called after each copy, before the header is compared again."""
 Values = tuple[list[Value], int]
 """A value for each key, or None, and how many bytes they have together."""
 
@@ -57,7 +57,7 @@ class BatchReader(Protocol):
 
     name: str
     suits_one: bool
-    """Whether a batch of one is read by it faster than by looking where it was before."""
+    """Whether a batch of one is read faster this way than by remembering where the block was."""
 
     def read(
         self,
@@ -68,16 +68,16 @@ class BatchReader(Protocol):
         found: Found | None = None,
         copied: Copied | None = None,
     ) -> Values:
-        """The value of each of `keys` that is here, None for the others, whose `out` may have been
-        written to.
+        """Return the value of each of `keys` that is here, None for the others, whose `out` may
+        have been written to.
 
         An `out` is None, for a value of its own: `bytes`, of a block whose kind is a bit of
-        `kinds`; or a writable, contiguous memoryview of plain bytes that has room: then the
-        part of it that was written; or a tuple of such a view and descriptions, for a value of
-        just its bytes that is described by one of them (b"": has no description), and is the only
-        one of their lengths. For any other `out` the answer is None. Both lists are of one
-        length, and are the reader's until it returns. Raises what `found` and `copied` raise,
-        and `ValueError` for a segment that is closed or whose files do not belong together.
+        `kinds`; or a writable, contiguous memoryview of plain bytes that has room: then the part of
+        it that was written; or a tuple of such a view and descriptions, for a value of just its
+        bytes that is described by one of them (b"": has no description), and is the only one of
+        their lengths. For any other `out` the answer is None. Both lists are of one length, and are
+        the reader's until it returns. Raises what `found` and `copied` raise, and `ValueError` for
+        a segment that is closed or whose files do not belong together.
         """
         ...
 
@@ -93,9 +93,9 @@ class BatchReader(Protocol):
     def records(
         self, segment: MappedSegment, keys: list[Key], start: bytes
     ) -> list[bytes | None] | None:
-        """The record (record.py) that the node would publish for each of `keys` that is here,
-        unsigned; None for a key that is not plainly here. None for all where making them costs more
-        than looking up what was made before.
+        """Return the record (record.py) that the node would publish for each of `keys` that is
+        here, unsigned; None for a key that is not plainly here. None for all where making them
+        costs more than looking up what was made before.
 
         `start` is epoch and node id, as records have them (`node_start`). Raises as `read` does.
         """
@@ -186,8 +186,8 @@ def unchanged(head: mmap.mmap, start: int, image: bytes) -> bool:
 
 
 def _as_described(out: tuple[Any, ...], size_bytes: int, meta_length: int) -> tuple[object, bytes]:
-    """The room in `out`, and which description the value must have; 7, which is no room, where
-    it cannot be one of those in `out`."""
+    """Return the room in `out`, and which description the value must have; 7, which is no room,
+    where it cannot be one of those in `out`."""
     room, *descriptions = out or (7,)
     if not all(type(one) is bytes for one in descriptions):
         return 7, b""
@@ -244,8 +244,8 @@ class CompiledReader:
 
 
 def choose(wanted: str | None, module: str = "kvstore.segment._batch_read") -> BatchReader:
-    """The reader of this process, with `wanted` in `KVSTORE_COMPILED`. Raises `ImportError` when
-    that is `yes` and there is no compiled part that fits."""
+    """Return the reader of this process, with `wanted` in `KVSTORE_COMPILED`. Raises `ImportError`
+    when that is `yes` and there is no compiled part that fits."""
     compiled = part.load(wanted, module, SOURCE)
     return PythonReader() if compiled is None else CompiledReader(compiled)
 

@@ -19,7 +19,7 @@ log = logging.getLogger("kvstore.node")
 PROC_FILE = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 UNLIMITED_BYTES = 1 << 60
-"""Version 1 says "no limit" as the largest multiple of a page."""
+"""Version 1 expresses "no limit" by the largest multiple of a page."""
 HEADERS_LEAVE, HEADERS_OF = 15, 16
 """Headers and hints take less than a 16th of a segment's files."""
 
@@ -37,8 +37,8 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limit(proc_file: Path = PROC_FILE, mount: Path = MOUNT) -> MemoryLimit | None:
-    """The lowest limit of this process's control group and all above it, version 2 or 1; None
-    when there is none.
+    """Return the lowest limit of this process's control group and all above it, version 2 or 1;
+    None when there is none.
 
     Never raises: what cannot be read limits nothing.
     """
@@ -91,13 +91,13 @@ def check_limit(size_bytes: int, limit: MemoryLimit | None, *, nodes: int = 1) -
 
 
 def fitting_size(limit: MemoryLimit, nodes: int = 1) -> int:
-    """The largest size in bytes, in whole MiB, for the segment of each of `nodes` nodes; it leaves
-    room for their processes."""
+    """Return the largest size in bytes, in whole MiB, for the segment of each of `nodes` nodes; it
+    leaves room for their processes."""
     return (limit.segment_bytes // nodes * HEADERS_LEAVE // HEADERS_OF) >> 20 << 20
 
 
 def size_within(size_bytes: int, limit: MemoryLimit | None, *, nodes: int = 1) -> int:
-    """`size_bytes`, a default, or the largest size that the limit allows, with a warning."""
+    """Return `size_bytes`, a default, or with a warning the largest size that the limit allows."""
     if limit is None or files_bytes(size_bytes) * nodes <= limit.segment_bytes:
         return size_bytes
     fits = fitting_size(limit, nodes)

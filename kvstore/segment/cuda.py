@@ -64,7 +64,7 @@ class OwnedCuda(OwnedHeads):
             return 0
 
     def checksum_steps(self, offset: int, length: int, step_bytes: int) -> Iterator[int | None]:
-        """The checksum, in one step: a device has read a block before a host has asked twice."""
+        """Yield the checksum, in one step: a device reads a block before a host has asked twice."""
         yield self.checksum(offset, length)
 
     def close(self, *, keep: bool = False) -> None:
@@ -96,7 +96,7 @@ class ServedCuda(AttachedHeads):
     """
 
     payload = None
-    """No byte of it is written by a thread of this process."""
+    """A thread of this process never writes to it."""
 
     def __init__(self, head_path: Path, device: CudaDevice, shared: Shared) -> None:
         super().__init__(head_path)
@@ -111,8 +111,8 @@ class ServedCuda(AttachedHeads):
             undo.pop_all()
 
     def payloads(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes at each (offset, length), copied to memory of the host. Raises `DeviceError`
-        when the device does not copy them, or did not before."""
+        """Return the bytes at each (offset, length), copied to memory of the host. Raises
+        `DeviceError` when the device does not copy them, or did not before."""
         if self._hanging:
             raise DeviceError("copies on the device hang")
         copied = memoryview(bytearray(sum(length for _, length in places)))
@@ -133,7 +133,8 @@ class ServedCuda(AttachedHeads):
         return found
 
     def close(self) -> None:
-        """Nobody asks for payloads any more. Where copies hang, what they use stays."""
+        """Close the memory; nobody asks for payloads any more. Where copies hang, what they use
+        stays."""
         if self._hanging:
             _kept.append(self)
             return
@@ -154,7 +155,7 @@ class AttachedCuda(AttachedHeads):
     """
 
     def __init__(self, head_path: Path, *, owner: int | None = None) -> None:
-        """As `AttachedHeads`."""
+        """Map the headers, as `AttachedHeads` does."""
         super().__init__(head_path, owner=owner)
         with contextlib.ExitStack() as undo:
             undo.callback(super().close)

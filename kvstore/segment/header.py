@@ -77,7 +77,7 @@ _HEADER = struct.Struct("<Q32sIBBHQII")
 _BODY = struct.Struct("<Q32sIBBHQI")
 assert _HEADER.size == HEADER_BYTES
 _WHOLE = 0x2144DF1C
-"""The CRC-32 of any bytes that end in their own: of a SEALED header that is whole."""
+"""The CRC-32 of any bytes followed by their own CRC-32, as in a whole SEALED header."""
 
 
 class Header(NamedTuple):
@@ -94,7 +94,7 @@ class Header(NamedTuple):
 
 
 Fields = tuple[int, Key, int, int, int, int, int, int]
-"""What a `Header` is made of, in its order."""
+"""The parts of a `Header`, in its order."""
 
 
 GENERATION_MAX = (1 << 48) - 1
@@ -105,24 +105,24 @@ _LOW_GENERATION = (1 << 24) - 1
 
 
 def word(state: int, generation: int, granule: int = 0, size: int = 0) -> int:
-    """The first 8 bytes of a header. Only of a RESERVED slot does it say `granule` and `size` (in
-    granules)."""
+    """Return the first 8 bytes of a header. Only those of a RESERVED slot contain `granule` and
+    `size` (in granules)."""
     if state != RESERVED:
         return generation << 16 | state
     return (generation & _LOW_GENERATION) << 40 | size << 16 | granule << 8 | state
 
 
 def of_reserved(w: int, last_generation: int) -> tuple[int, int, int]:
-    """(generation, granule, size in granules) of a word that says RESERVED. The word has the lower
-    bits of the generation; the result is the highest that they can mean up to `last_generation`,
-    so no lower than it was."""
+    """Return (generation, granule, size in granules) of a word that says RESERVED. The word has the
+    lower bits of the generation; the result is the highest that they can mean up to
+    `last_generation`, so no lower than it was."""
     low = w >> 40
     generation = last_generation - ((last_generation - low) & _LOW_GENERATION)
     return max(generation, low), w >> 8 & 0xFF, w >> 16 & (1 << _SIZE_BITS) - 1
 
 
 def pack(header: Fields) -> bytes:
-    """The 64 bytes of a sealed slot."""
+    """Return the 64 bytes of a sealed slot."""
     return pack_parts(*header)
 
 
@@ -136,20 +136,21 @@ def pack_parts(
     checksum: int,
     namespace_id: int,
 ) -> bytes:
-    """As `pack`, from the parts of a header."""
+    """Do as `pack`, from the parts of a header."""
     w = generation << 16 | SEALED
     raw = _BODY.pack(w, key, length, granule, kind, meta_length, checksum, namespace_id)
     return raw + crc32(raw).to_bytes(4, "little")
 
 
 def unpack(raw: bytes) -> Header | None:
-    """The header in `raw`, None unless it is SEALED and whole."""
+    """Return the header in `raw`, None unless it is SEALED and whole."""
     seen = fields(raw)
     return Header(*seen) if seen is not None else None
 
 
 def fields(raw: bytes) -> Fields | None:
-    """`unpack` as a plain tuple, which readers make one of for every block they look at."""
+    """Return what `unpack` returns as a plain tuple, because readers make one for every block they
+    look at."""
     w, key, length, granule, kind, meta_length, checksum, namespace_id, _ = _HEADER.unpack(raw)
     if w & 0xFF != SEALED or crc32(raw) != _WHOLE:
         return None
@@ -157,7 +158,7 @@ def fields(raw: bytes) -> Fields | None:
 
 
 def body_of(raw: bytes, generation: int) -> Fields | None:
-    """Return what was sealed in a slot in that generation, as long as its body still says so."""
+    """Return what was sealed in a slot in that generation, if its body still says so."""
     return fields(word(SEALED, generation).to_bytes(8, "little") + raw[8:])
 
 
@@ -167,31 +168,32 @@ def term(until_s: int, tenant: int) -> int:
 
 
 def of_term(word: int) -> tuple[int, int]:
-    """(second, tenant) of a `term`."""
+    """Return (second, tenant) of a `term`."""
     return word & 0xFFFFFFFF, word >> 32
 
 
 def hints_of(slots: int) -> int:
-    """Entries of the table of hints, a power of two: `HINTS_PER_SLOT` a slot, or more."""
+    """Return the entries of the table of hints, a power of two: `HINTS_PER_SLOT` a slot, or
+    more."""
     return HINTS_PER_SLOT << (slots - 1).bit_length()
 
 
 def header_file_bytes(size_bytes: int) -> int:
-    """The size of the header file of a segment of `size_bytes`."""
+    """Return the size of the header file of a segment of `size_bytes`."""
     slots = size_bytes // SLOT_BYTES_MIN
     each = HEADER_BYTES + TERM_BYTES + HELD_BYTES
     return SUPERBLOCK_BYTES + slots * each + hints_of(slots) * HINT_BYTES
 
 
 def hints_in(head: mmap.mmap, superblock: Superblock) -> memoryview:
-    """The table of hints in a mapped header file."""
+    """Return the table of hints in a mapped header file."""
     slots = superblock.size_bytes // SLOT_BYTES_MIN
     start = SUPERBLOCK_BYTES + slots * HEADER_BYTES
     return memoryview(head)[start : start + hints_of(slots) * HINT_BYTES].cast("I")
 
 
 def hint_of(key: Key, hints: int) -> int:
-    """The first place of `key` in a table of `hints` entries; its second is that one ^ 1."""
+    """Return the first place of `key` in a table of `hints` entries; its second is that one ^ 1."""
     return int.from_bytes(key[8:12], "little") & hints - 1
 
 
@@ -232,7 +234,8 @@ def pack_superblock(block: Superblock) -> bytes:
 
 
 def unpack_superblock(raw: bytes) -> Superblock | None:
-    """The superblock that `raw` starts with; None unless it is whole and of this layout version."""
+    """Return the superblock that `raw` starts with; None unless it is whole and of this layout
+    version."""
     body = raw[: _SUPERBLOCK.size]
     if crc32(body).to_bytes(4, "little") != raw[_SUPERBLOCK.size : _SUPERBLOCK.size + 4]:
         return None
@@ -243,8 +246,8 @@ def unpack_superblock(raw: bytes) -> Superblock | None:
 
 
 def layout_of(page: bytes) -> int | None:
-    """The layout version that a header file's first page names, ours or another; None when it is
-    no such page."""
+    """Return the layout version that a header file's first page names, ours or another; None when
+    it is no such page."""
     if len(page) < _SUPERBLOCK.size:
         return None
     magic, version, *_ = _SUPERBLOCK.unpack(page[: _SUPERBLOCK.size])
@@ -252,14 +255,15 @@ def layout_of(page: bytes) -> int | None:
 
 
 def newest_superblock(page: bytes) -> Superblock | None:
-    """The superblock of the last start, of the copies on a header file's first page; None when
-    neither copy is whole."""
+    """Return the superblock of the last start, of the copies on a header file's first page; None
+    when neither copy is whole."""
     copies = [unpack_superblock(page), unpack_superblock(page[SUPERBLOCK_COPY:])]
     return max((c for c in copies if c is not None), key=lambda c: c.epoch, default=None)
 
 
 def superblock_place(page: bytes) -> int:
-    """The offset on a header file's first page at which the next start writes its superblock."""
+    """Return the offset on a header file's first page at which the next start writes its
+    superblock."""
     return SUPERBLOCK_COPY if unpack_superblock(page) == newest_superblock(page) else 0
 
 
@@ -281,6 +285,6 @@ def home_of(page: bytes) -> Path | None:
 
 
 def life_of(page: bytes) -> Moment | None:
-    """The last sign of life of the node whose header file begins with that page; None where it
-    left none."""
+    """Return the last sign of life of the node whose header file begins with that page; None where
+    it left none."""
     return Moment.unpack(page[LIFE_PLACE : LIFE_PLACE + MOMENT_BYTES])

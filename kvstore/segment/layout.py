@@ -29,8 +29,8 @@ class Layout:
         self.slots = announcement.size_bytes // SLOT_BYTES_MIN if right else 0
 
     def places(self, location: Location) -> tuple[int, int] | None:
-        """(offset of the header in the header file, of the payload in the segment), in bytes; None
-        when the location leads nowhere."""
+        """Return (offset of the header in the header file, of the payload in the segment), in
+        bytes; None when the location is outside."""
         block = self.superblock
         if (location.node_id, location.epoch, location.segment) != block[:3]:
             return None
@@ -44,8 +44,8 @@ class Layout:
 
     @staticmethod
     def seen(image: bytes, key: Key, location: Location) -> tuple[int, int, int] | None:
-        """(kind, meta length, checksum) in a header, None unless it is SEALED, whole, and of that
-        key and location."""
+        """Return (kind, meta length, checksum) in a header, None unless it is SEALED, whole, and of
+        that key and location."""
         header = sealed_as(image, key, location)
         if header is None:
             return None

@@ -29,7 +29,7 @@ class Spot(NamedTuple):
     """The header when it was found."""
     header: Fields
     offset: int
-    """Of the payload, in the segment."""
+    """Position of the payload in the segment, in bytes."""
 
 
 def locate(shm: SlotHeaders, key: Key, location: Location) -> Spot | None:
@@ -64,8 +64,8 @@ def sealed_as(image: bytes, key: Key, location: Location) -> Fields | None:
 
 
 def offset_of(size_bytes: int, slot_id: int, header: Fields) -> int | None:
-    """The offset in bytes of the payload that a header describes; None unless all of it lies in a
-    segment of `size_bytes`."""
+    """Return the offset in bytes of the payload that a header describes; None unless all of it lies
+    in a segment of `size_bytes`."""
     length, granule, meta_length = header[2], header[3], header[5]
     offset = slot_id * SLOT_BYTES_MIN + granule * GRANULE_BYTES
     right = granule < PAGE and meta_length <= length and offset + length <= size_bytes

@@ -28,19 +28,20 @@ from kvstore.segment.header import (
 )
 
 GONE_MAX = 1 << 16
-"""Blocks that had left before the end are looked for up to so many: the index takes out what it
-still has of them, and for what is left a look at the header does."""
+"""Blocks that had left before the end, which are searched up to this number. The index removes what
+it still has of them; a look at the header settles the rest."""
 WORDS_AT_ONCE = 1 << 12
-"""As Python's numbers they take 40 bytes each."""
+"""Words that are converted at once; as Python's numbers they take 40 bytes each."""
 _IN_USE = re.compile(rb"[^\0]")
 
 
 class DamagedSegmentError(ValueError):
-    """The headers of a segment contradict each other: nobody can say what may be reused."""
+    """Raised when the headers of a segment contradict each other, so that nobody can say what may
+    be reused."""
 
 
 def scan(size_bytes: int, bounds: Bounds, headers: memoryview, held: memoryview) -> Seen:
-    """All slots of a segment. `headers` are 64 bytes a page, `held` is one byte a page.
+    """Return all slots of a segment. `headers` are 64 bytes a page, `held` is one byte a page.
 
     Raises `DamagedSegmentError`; the caller then starts with an empty segment.
     """
@@ -131,8 +132,8 @@ class _Scan:
 
     @staticmethod
     def _after(page: int, granule: int, size: int) -> int:
-        """The first page in which another slot may begin: the last one that this slot touches, if
-        that is not all the slot's, else the next."""
+        """Return the first page in which another slot may begin: the last one that this slot
+        touches, if that is not all the slot's, else the next."""
         return page + (granule + size) // PAGE
 
     def _gone(self, first: int, last: int) -> None:
@@ -147,8 +148,8 @@ class _Scan:
                     gone.append(block)
 
     def _left(self, page: int) -> Seal | None:
-        """The block that was there last, if the header's body still tells. What a damaged header
-        that says SEALED would describe, it does not."""
+        """Return the block that was there last, if the header's body still describes it. What a
+        damaged header that says SEALED describes does not count."""
         return self._block(page, body_of(self._image(page), self._words[page] >> 16))
 
     def _image(self, page: int) -> bytes:

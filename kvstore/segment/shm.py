@@ -62,7 +62,7 @@ def header_writer(
 
 
 WRITE_HEADERS = header_writer(part.wanted())
-"""The one of this process."""
+"""The header writer of this process."""
 
 
 def _terms(head: mmap.mmap, superblock: Superblock) -> memoryview:
@@ -94,7 +94,8 @@ def check_free(where: Path, need_bytes: int, machine: Machine = REAL) -> None:
 
 
 def free_bytes(where: Path, machine: Machine = REAL) -> int:
-    """Room for segments in `where`: `SHM_RESERVE_BYTES` are left for everyone else."""
+    """Return the room for segments in `where`, without the `SHM_RESERVE_BYTES` left for everyone
+    else."""
     return machine.room(where).free_bytes - SHM_RESERVE_BYTES
 
 
@@ -104,7 +105,7 @@ def never_fits(where: Path, size_bytes: int, machine: Machine = REAL) -> bool:
 
 
 def files_bytes(size_bytes: int) -> int:
-    """The size of both files of a segment of that size together."""
+    """Return the size of both files of a segment of that size together."""
     return size_bytes + header_file_bytes(size_bytes)
 
 
@@ -138,7 +139,8 @@ class OwnedHeads:
             undo.callback(self._lock.release)
             if reopen:
                 self._head = machine.reopen_memory(self.head_path, head_bytes)
-            self._words = memoryview(self._head).cast("Q")
+            # A byte a page is at its end: that need not be whole words.
+            self._words = memoryview(self._head)[: head_bytes & ~7].cast("Q")
             self._hints = hints_in(self._head, superblock)
             self._terms = _terms(self._head, superblock)
             self._held = _held(self._head, superblock)
@@ -159,7 +161,7 @@ class OwnedHeads:
             self._bounds(Bounds(0, 0, superblock.size_bytes // SLOT_BYTES_MIN))
 
     def seen(self) -> tuple[int, Seen]:
-        """(last epoch, what the headers say) of a segment that was left behind.
+        """Return (last epoch, what the headers say) of a segment that was left behind.
 
         Raises `ValueError` when it is another node's, of another shape, or damaged.
         """
@@ -305,7 +307,7 @@ class OwnedShm(OwnedHeads):
             return xxhash.xxh3_64_intdigest(payload)
 
     def checksum_steps(self, offset: int, length: int, step_bytes: int) -> Iterator[int | None]:
-        """The same in steps of so many bytes: None after each, at last the checksum. Right if
+        """Yield None after each step of so many bytes, and at last the checksum. It is right if
         nothing was written there meanwhile."""
         state, end = xxhash.xxh3_64(), offset + length
         while end - offset > step_bytes:

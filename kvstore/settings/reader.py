@@ -8,6 +8,7 @@ Both raise `UsageError` that names the field, the value and what is allowed.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -68,9 +69,9 @@ class Allowed:
     count: ItemsMax | None
     optional: bool
     of: Allowed | None
-    """Of the items of a list."""
+    """What each item of a list may be; None where it is no list."""
     empty: bool
-    """Whether a text may be empty: where that is the default."""
+    """Whether a text may be empty: it may where the default is."""
 
     def __str__(self) -> str:
         if self.kind is bool:
@@ -87,7 +88,11 @@ class Allowed:
             most = f" of at most {self.count.most}" if self.count else ""
             return f"a list{most}, each {self.of}"
         if get_origin(self.kind) is Literal:
-            return "one of " + ", ".join(one or '""' for one in get_args(self.kind))
+            words = (
+                one if one and isinstance(one, str) else json.dumps(one)
+                for one in get_args(self.kind)
+            )
+            return f"one of {', '.join(words)}"
         return "a table of names and values"
 
     def takes(self, value: object) -> bool:
@@ -124,10 +129,11 @@ def check_settings(settings: object, *, inside: str = "") -> None:
 
 
 def _meant(value: object, allowed: Allowed) -> str:
-    """The nearest of the words that a field may be, for who has mistyped one."""
+    """Return the nearest of the words that a field may be, for a mistyped one."""
     if get_origin(allowed.kind) is not Literal or not isinstance(value, str):
         return ""
-    near = get_close_matches(value, [one for one in get_args(allowed.kind) if one], n=1)
+    words = [one for one in get_args(allowed.kind) if one and isinstance(one, str)]
+    near = get_close_matches(value, words, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -1,4 +1,4 @@
-"""Says what became of names that the operator's file had; each is refused with that."""
+"""Lists former names of the operator's file; each is refused with its successor or the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ events_answer_s events_silent_s expired_at_once_bytes first_answer_wait_s first_
 first_question_wait_s gone_keys index_looked_after_every_s index_warned_every_s lookup_links_max
 moved_bytes_max names names_kept_max names_looked_up_max names_waiting_max namespaces
 nixl_owner_retry_after_max_s nixl_peers_max nixl_quarantined_max pending_remove publish_links_max
-redis_args_max replace_tries reset_timeout_s scrub_keys_max segments_seen_max shm_reserve_bytes
+redis_args_max replace_tries reservations_per_client reset_timeout_s scrub_keys_max
+segments_seen_max shm_reserve_bytes
 stream_connections_per_node stream_connections_per_read stream_handshake_timeout_s
 stream_idle_timeout_s stream_nodes_at_once stream_reserved_share stream_share_bytes
 stream_slow_bytes_per_s stream_unproven_max stream_unproven_per_address_max sweep_every_s told_max
@@ -26,8 +27,9 @@ REMOVED = {
     "cuda_batch_source_order": "is any-order in the variable KVSTORE_CUDA_COPIES now",
     "cuda_batch_overlap": "is overlap in the variable KVSTORE_CUDA_COPIES now",
     "device_stream_priority": "is low-priority in the variable KVSTORE_CUDA_COPIES now",
+    "end_with_last_client": "is an option of kvstore node alone now: --end-with-last-client",
     "hand_over_wait_s": "belongs into [connector] now",
     "page_lock_bytes_max": "belongs into [connector] now",
 }
 GONE = "connector_limits"
-"""A table that is gone; what it had besides those names are constants."""
+"""A table that was removed; its other names are constants."""

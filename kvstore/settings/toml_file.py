@@ -16,8 +16,8 @@ TABLES = ("limits", "security", "node", "connector", "transfer")
 
 
 def read_toml(path: str | Path | None = None) -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """The path and the tables of the file at `path`, else of the one that KVSTORE_CONFIG names,
-    else (None, {}).
+    """Return the path and the tables of the file at `path`, else of the one that KVSTORE_CONFIG
+    names, else (None, {}).
 
     Raises `UsageError` when it cannot be read, is no TOML, or has a table that nobody reads, or a
     name that was a setting once: whoever reads the file for anything says so.
@@ -38,12 +38,12 @@ def read_toml(path: str | Path | None = None) -> tuple[Path | None, dict[str, di
         tables = tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as e:
         raise UsageError(name, str(path), f"must be TOML: {e}") from e
-    gone = tables.pop(GONE, {})
+    former = tables.pop(GONE, {})
     known_names(tables, TABLES, where=str(path))
-    for table, values in (*tables.items(), (GONE, gone)):
+    for table, values in (*tables.items(), (GONE, former)):
         if not isinstance(values, dict):
             raise UsageError(str(path), table, f"must be a table: [{table}]")
         for name in values if table in ("limits", GONE) else ():
-            if said := REMOVED.get(name, CONSTANT if table == GONE else ""):
-                raise UsageError(f"{path} [{table}]", name, said)
+            if successor := REMOVED.get(name, CONSTANT if table == GONE else ""):
+                raise UsageError(f"{path} [{table}]", name, successor)
     return Path(path), tables

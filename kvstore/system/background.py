@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 CPUS_MAX = 8192
-"""Numbers of processors that a kernel can be built for."""
+"""The largest number of processors that a kernel can be built for."""
 
 
 def start_in_background(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

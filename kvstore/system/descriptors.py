@@ -6,7 +6,8 @@ import contextlib
 import resource
 
 OPEN_FILES_MAX = 1 << 16
-"""What a process of ours raises its limit to, at most; no limit counts as this one."""
+"""The limit of open files to which a process of ours raises its own, at most; no limit counts as
+this one."""
 
 
 def raise_limit() -> None:
@@ -23,8 +24,8 @@ def raise_limit() -> None:
 
 
 def share(most: int, one_in: int) -> int:
-    """Return `most`, or one in so many of the files that this process may open, whichever is less:
-    no port takes all of them."""
+    """Return `most`, or the share `1 / one_in` of the files that this process may open, whichever
+    is less, so that no port takes all of them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(min(most, _counted(soft) // one_in), 1)
 

@@ -20,7 +20,7 @@ from kvstore.system.fork import in_each_child, no_forks
 from kvstore.system.on_failure import on_failure
 
 _AS_IT_IS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Another user may have put a link or a pipe where the file is to be: nobody waits for that."""
+"""Flags for opening a file as it is: another user may have put a link or a pipe in its place."""
 
 
 class FileLock:
@@ -34,12 +34,13 @@ class FileLock:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the file; -1 after `release` or `close`, and in a forked child."""
+        """Return the descriptor of the file; -1 after `release` or `close`, and in a forked
+        child."""
         return self._fd
 
     def take(self, *, shared: bool = False) -> bool:
-        """Take the lock, `shared` or alone, if it can be had without waiting; whether it was. It
-        is this process's until `release`."""
+        """Take the lock, `shared` or alone, if it can be had without waiting. Return whether it
+        was. It is this process's until `release`."""
         try:
             fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -47,10 +48,11 @@ class FileLock:
         return True
 
     def is_at(self, path: Path) -> bool:
-        """Return whether the open file is the one at `path`: else others may lock another one
+        """Return whether the open file is the one at `path`; otherwise others may lock another one
         there.
 
-        Raises `OSError` when nobody can say: the directory may not be entered, say.
+        Raises `OSError` when that cannot be told, for example because the directory may not be
+        entered.
         """
         try:
             there = path.lstat()
@@ -70,14 +72,15 @@ class FileLock:
                     self.close()
 
     def close(self) -> None:
-        """Close the file in this process; whoever else has the same open file keeps the lock."""
+        """Close the file in this process; another process with the same open file keeps the
+        lock."""
         _open.discard(self)
         fd, self._fd = self._fd, -1
         os.close(fd)
 
 
 _open: set[FileLock] = set()
-"""Also those whose owner forgot them: they are locked until the process ends."""
+"""Open locks, also those whose owner forgot them: they are locked until the process ends."""
 
 
 class _Children:
@@ -91,10 +94,10 @@ in_each_child(_children)
 
 
 def try_lock(path: Path, *, create: bool = True) -> FileLock | None:
-    """The exclusive lock on the file `path`; None when another holds it.
+    """Return the exclusive lock on the file `path`; None when another holds it.
 
-    Raises `FileNotFoundError` when the file is not there and may not be created, and `OSError`
-    when it cannot be opened for writing.
+    Raises `FileNotFoundError` when the file is not there and may not be created, and `OSError` when
+    it cannot be opened for writing.
     """
     lock = FileLock(path, os.O_RDWR | (os.O_CREAT if create else 0))
     with on_failure(lock.release):

@@ -27,7 +27,8 @@ _MOMENT = struct.Struct("<16sQQ")
 MOMENT_BYTES = _MOMENT.size
 UNKNOWN_BOOT = bytes(16)
 SLACK_S = 1.0
-"""The time of a file may be so far ahead of the clock: file systems count in coarse steps."""
+"""A file's time may be ahead of the clock by this much, because file systems count in coarse
+steps."""
 
 
 class Moment(NamedTuple):
@@ -42,7 +43,7 @@ class Moment(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes) -> Moment | None:
-        """The moment in `raw`; None when there is none of which something can be said."""
+        """Return the moment in `raw`; None when it has none that can be compared."""
         if len(raw) != MOMENT_BYTES:
             return None
         found = cls(*_MOMENT.unpack(raw))
@@ -64,15 +65,15 @@ def _boot() -> bytes:
 
 
 def ran_s(since: Moment | None, until: Moment) -> float | None:
-    """Return how long the host ran from `since` to `until`; None when that cannot be told. What
-    lies in the future was written by nobody who can be believed."""
+    """Return how long the host ran from `since` to `until`; None when that cannot be told. A moment
+    in the future is not believed."""
     if since is None or since.boot != until.boot or since.ran_ms > until.ran_ms:
         return None
     return (until.ran_ms - since.ran_ms) / 1e3
 
 
 def passed_s(since: Moment | None, until: Moment) -> float | None:
-    """Return how much time went by from `since` to `until`; None when that cannot be told."""
+    """Return how much time passed from `since` to `until`; None when that cannot be told."""
     if since is None or since.boot != until.boot or since.passed_ms > until.passed_ms:
         return None
     return (until.passed_ms - since.passed_ms) / 1e3

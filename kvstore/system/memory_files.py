@@ -23,7 +23,8 @@ from kvstore.system.fork import in_each_child, no_forks
 from kvstore.system.on_failure import on_failure
 
 LOCK_WAIT_S = 1.0
-"""For the lock of a file that is taken over: who looks whether it is free has it a moment."""
+"""Time to wait for the lock of a file that is taken over: whoever tests whether it is free holds it
+for a moment."""
 LOCK_POLL_S = 0.01
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,7 +61,7 @@ PYBUF_SIMPLE = 0
 
 
 def address_of(view: memoryview) -> int:
-    """The address at which a contiguous view begins; good for as long as the view is."""
+    """Return the address at which a contiguous view begins; good for as long as the view is."""
     buffer = PyBuffer()
     get_buffer(view, ctypes.byref(buffer), PYBUF_SIMPLE)
     try:
@@ -158,7 +159,7 @@ def attach(path: Path, *, writable: bool, owner: int | None) -> mmap.mmap:
 
 
 def _opened(path: Path, writable: bool, owner: int | None) -> tuple[int, int]:
-    """The file, opened, and its size in bytes. Raises as `attach`."""
+    """Return the file, opened, and its size in bytes. Raises as `attach`."""
     # Not waiting for the other end: what is named may be a pipe.
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
@@ -172,7 +173,7 @@ def _opened(path: Path, writable: bool, owner: int | None) -> tuple[int, int]:
 
 
 def own(path: Path) -> FileLock:
-    """The lock that says that this process is the segment's owner (segment/abandoned.py).
+    """Return the lock that says that this process is the segment's owner (segment/abandoned.py).
 
     Raises `FileNotFoundError` when it was freed, and `ValueError` when another has the lock.
     """
@@ -188,6 +189,6 @@ def own(path: Path) -> FileLock:
 
 
 def room(where: Path) -> Room:
-    """The room of the file system that `where` is in. Raises `OSError`."""
+    """Return the room of the file system that `where` is in. Raises `OSError`."""
     fs = os.statvfs(where)
     return Room(fs.f_bavail * fs.f_frsize, fs.f_blocks * fs.f_frsize)

@@ -23,7 +23,7 @@ NODES_MAX = 1024
 MUST = "must be none, interleave or the number of a NUMA node"
 _BIND, _INTERLEAVE = 2, 3
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The call's number, which the C library has no name for."""
+"""Numbers of the system call, for which the C library has no name."""
 
 
 def check_setting(field: str, value: str) -> None:
@@ -35,7 +35,8 @@ def check_setting(field: str, value: str) -> None:
 
 
 def nodes_with_memory(sysfs: Path = SYSFS, status: Path = STATUS) -> list[int]:
-    """The NUMA nodes that have memory which this process may use; empty on a kernel without NUMA.
+    """Return the NUMA nodes that have memory which this process may use; empty on a kernel without
+    NUMA.
 
     Others are left out by the control group's cpuset.
     """
@@ -55,7 +56,7 @@ def free_bytes(node: int, sysfs: Path = SYSFS) -> int:
 
 
 def _listed(text: str) -> set[int]:
-    """The numbers of a list as the kernel writes it: 0-2,4."""
+    """Return the numbers of a list as the kernel writes it: 0-2,4."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -65,7 +66,7 @@ def _listed(text: str) -> set[int]:
 
 
 def chosen(value: str, field: str = "numa", sysfs: Path = SYSFS) -> list[int]:
-    """The NUMA nodes that `value` stands for here; empty: whichever.
+    """Return the NUMA nodes that `value` stands for here; empty: whichever.
 
     Raises `UsageError` for one that is not there, or not for this process.
     """

@@ -1,4 +1,4 @@
-"""Undoes what a block began when it does not end: for what has no owner yet."""
+"""Undoes what a block began when it raises: for resources that have no owner yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ P = ParamSpec("P")
 
 
 class on_failure(Generic[P]):  # noqa: N801  # as contextlib's
-    """Call `undo` when the block raises, whatever that is; it is raised on."""
+    """Call `undo` when the block raises anything, and raise it again."""
 
     def __init__(self, undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         self._undo, self._args, self._kwargs = undo, args, kwargs

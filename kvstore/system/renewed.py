@@ -1,4 +1,4 @@
-"""Keeps what is made of files (secrets, certificates), and makes it anew when they change."""
+"""Keeps objects made of files (secrets, certificates), and remakes them when the files change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvstore.errors import UsageError
 log = logging.getLogger("kvstore")
 T_co = TypeVar("T_co", covariant=True)
 LOOK_EVERY_S = SETTLED_S = 1.0
-"""A file that was written to less long ago may be half written."""
+"""A file that was written less than this time ago may be half written."""
 WARNED_EVERY_S = 30.0
 
 
 class Renewed(Generic[T_co]):
-    """What `make` makes of `files`; it raises what `make` does the first time. Files that cannot be
-    used later leave the old one in place, with a warning now and then."""
+    """Holds what `make` makes of `files`. It raises what `make` raises the first time. Files that
+    cannot be used later leave the old value in place, with a warning now and then."""
 
     def __init__(self, files: Sequence[Path], make: Callable[[], T_co]) -> None:
         self._files, self._make = files, make

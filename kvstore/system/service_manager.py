@@ -17,7 +17,7 @@ OURS = "NOTIFY_SOCKET"
 
 
 def say_ready() -> None:
-    """Say that the start is over. Without a service manager that wants to know, nothing is said."""
+    """Report that the start is over, if a service manager wants to know."""
     name = os.environ.get(OURS, "")
     if not name.startswith(("/", "@")):
         return

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def read_small(path: Path, bytes_max: int) -> bytes:
-    """The bytes of the plain file at `path`. The read follows no link, and nothing that is there
-    (a pipe, a file without end) makes it wait or take more memory than `bytes_max`.
+    """Return the bytes of the plain file at `path`. The read follows no link, and nothing that is
+    there (a pipe, a file without end) makes it wait or take more memory than `bytes_max`.
 
     Raises `OSError`, also for what is no plain file and for a larger one.
     """
@@ -21,7 +21,8 @@ def read_small(path: Path, bytes_max: int) -> bytes:
 
 
 def read_start(path: Path, size_bytes: int) -> bytes:
-    """The first `size_bytes` of the file, or all if it has fewer. As `read_small` otherwise."""
+    """Return the first `size_bytes` of the file, or all if it has fewer. As `read_small`
+    otherwise."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -7,14 +7,15 @@ empty lists is 350,000 objects and a second. So what opens lists and objects is 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeAlias
 
+JsonObject: TypeAlias = dict[str, Any]
 BRACKETS_MAX = 64
-"""Lists and objects in what one process tells another; strings that have brackets count too."""
+"""Lists and objects in a message between processes; brackets inside strings count too."""
 
 
-def parse_object(raw: bytes | str, bytes_max: int) -> dict[str, Any]:
-    """The JSON object that `raw` is; empty when it is none, or one that is too large."""
+def parse_object(raw: bytes | str, bytes_max: int) -> JsonObject:
+    """Return the JSON object in `raw`; an empty one when there is none, or it is too large."""
     if len(raw) > bytes_max:
         return {}
     opened = (

@@ -17,8 +17,9 @@ from kvstore.limits import NAMES_KEPT_MAX, NAMES_LOOKED_UP_MAX
 from kvstore.system.threads import interpreter_ends
 
 NAME_KEPT_S = 6.0
-"""How long an answer is good, longer than any pause between two tries (`retry_after_max_s`): a
-name server that needs more than one caller's deadline is heard by the next."""
+"""Seconds for which an answer is used, longer than any pause between two tries
+(`retry_after_max_s`): a name server that is slower than one caller's deadline serves the next
+call."""
 BACKLOG = 1024
 _KINDS = (socket.AF_INET, socket.AF_INET6)
 _Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
@@ -27,8 +28,8 @@ _Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, _Addr
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection, with TCP_NODELAY, to the first address of `host` that takes it. An address
-    that does not answer has its share of the time: its network may not lead there.
+    """Return a connection, with TCP_NODELAY, to the first address of `host` that accepts it. An
+    address that does not answer gets its share of the time only, because its network may be down.
 
     `deadline` is in seconds of `time.monotonic`. Raises `OSError`: `TimeoutError` when it has
     passed, `socket.gaierror` when there is no such name.
@@ -54,7 +55,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def addresses(host: str, port: int, deadline: float) -> _Found:
-    """The addresses of `host`, as `socket.getaddrinfo` returns them for TCP.
+    """Return the addresses of `host`, as `socket.getaddrinfo` returns them for TCP.
 
     Raises `TimeoutError` at `deadline` (seconds of `time.monotonic`), and `OSError` when the name
     cannot be looked up.
@@ -85,7 +86,7 @@ class _LookUp:
 
 
 class _Names:
-    """Names that were looked up lately: all who ask for one wait for the same thread, and have its
+    """Names that were looked up lately: all who ask for one wait for the same thread, and use its
     answer for `NAME_KEPT_S`."""
 
     def __init__(self) -> None:
@@ -152,8 +153,8 @@ _names = _Names()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host`; where that says none, at every address of this machine, of
-    IPv6 too if it has that. Raises `OSError` and what `socket` raises of no address."""
+    """Return a socket that listens at `host`; without a host, at every address of this machine, of
+    IPv6 too if it has that. Raises `OSError` and what `socket` raises for a bad address."""
     if not host:
         with contextlib.suppress(OSError):  # a kernel may know no IPv6, or have it turned off
             return listen("::", port)

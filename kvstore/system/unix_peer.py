@@ -9,7 +9,7 @@ _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel noted it at connect, or at listen.
+    """Return the user at the other end, as the kernel noted it at connect, or at listen.
 
     Raises `OSError`.
     """
@@ -17,7 +17,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The process at the other end. Raises `OSError`."""
+    """Return the process at the other end. Raises `OSError`."""
     return _credentials(connection)[0]
 
 

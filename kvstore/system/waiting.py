@@ -33,12 +33,12 @@ class Waiting(Generic[Member]):
         return goes
 
     def leave(self, member: Member) -> bool:
-        """Forget `member`; whether it was there."""
+        """Forget `member`. Return whether it was there."""
         return self._owners.pop(member, None) is not None
 
     def next(self) -> Member | None:
-        """Return who is to be closed next, None when nobody is here: the one that came first of the
-        owner who has most. Whoever opens many pushes out their own."""
+        """Return the connection to close next, None when there is none: the oldest of the owner
+        with most connections. Whoever opens many thus closes their own."""
         for crowd, _ in Counter(self._owners.values()).most_common(1):
             return next(one for one, owner in self._owners.items() if owner == crowd)
         return None

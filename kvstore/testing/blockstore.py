@@ -26,8 +26,8 @@ from kvstore.client.base import (
     ReserveAnswer,
     ResetResult,
 )
-from kvstore.client.missing.explanation import Missing, MissReason
-from kvstore.client.savers import answered
+from kvstore.client.explanation import Missing, MissReason
+from kvstore.client.nodes.saving.savers import answered
 from kvstore.errors import DeadlineError, NodeUnavailableError
 from kvstore.keys import Namespace
 from kvstore.limits import RESET_TIMEOUT_S, RETAINED_S_MAX
@@ -86,6 +86,8 @@ class MemoryBlockStore:
         self._index: dict[Key, bytes] = {}
         self._generations: dict[int, int] = {}
         self.touched: list[Key] = []
+        self.read: set[Key] = set()
+        self.reported: list[dict[str, int]] = []
         self.reserve_calls = 0
         self.match_calls = 0
         """Questions to the index, of either kind."""
@@ -113,6 +115,11 @@ class MemoryBlockStore:
         """For how long, and for which tenant."""
 
     # --- the contract -----------------------------------------------------
+
+    def slots(self) -> list[_Slot]:
+        """Return what is stored, in the order of slots: a test may damage it."""
+        with self._lock:
+            return [self._slots[number] for number in sorted(self._slots)]
 
     def match(self, keys: Sequence[Key], timeout_s: float | None = None) -> PrefixMatch:
         """See `BlockStore.match`."""
@@ -151,6 +158,11 @@ class MemoryBlockStore:
     def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
         """See `BlockStore.tiers`."""
         return [self.elsewhere.get(one.key, Tier.HOST) for one in found]
+
+    def sources(self, found: Sequence[BlockRef]) -> list[str]:
+        """See `BlockStore.sources`."""
+        near = (Tier.VRAM, Tier.HOST)
+        return [tier if tier in near else f"{tier}:{NODE_ID}" for tier in self.tiers(found)]
 
     def view(self, found: BlockRef) -> HostView | None:
         """See `BlockStore.view`."""
@@ -236,9 +248,21 @@ class MemoryBlockStore:
                 ):
                     del self._slots[reservation.slot]
 
-    def touch(self, keys: Sequence[Key]) -> None:
+    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
         """See `BlockStore.touch`."""
         self.touched += keys
+        self.read |= set() if saved else set(keys)
+
+    def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
+        """See `BlockStore.were_read`."""
+        with self._lock:
+            evicted = {key for key in keys if self._gone.get(key) is MissReason.EVICTED}
+        return [key in self.read or (False if key in evicted else None) for key in keys]
+
+    def report(self, counts: Mapping[str, int]) -> bool:
+        """See `BlockStore.report`."""
+        self.reported.append(dict(counts))
+        return True
 
     def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
         """See `BlockStore.pin`."""

@@ -66,11 +66,11 @@ class ModelCuda:
         self.uuid = uuid
         self.late_s = late_s
         self._unreachable = unreachable
-        self._free_bytes = capacity_bytes
+        self.free_bytes = capacity_bytes
         self.maps_read_only = True
         self._lock = threading.Lock()
         self._memory: dict[int, _Memory] = {}
-        self._registered: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
         self.hold = threading.Event()
         """Cleared, no copy is carried out: a device that is busy, or hangs."""
         self.hold.set()
@@ -82,7 +82,7 @@ class ModelCuda:
         """Copies so far."""
         self.pageable = 0
         """Of them, those from or to host memory that was not page-locked when they were made."""
-        self._flying: list[Copy] = []
+        self.flying: list[Copy] = []
         self.flushes = 0
         self.sees_rdma_late = False
         """What others write to memory that was exported is seen only once it was flushed."""
@@ -93,9 +93,9 @@ class ModelCuda:
         if size_bytes < 1:
             raise UsageError("size_bytes", size_bytes, "must be at least 1")
         with self._lock:
-            if size_bytes > self._free_bytes:
+            if size_bytes > self.free_bytes:
                 raise NoSpaceError("cuMemAlloc: the device has no room")
-            self._free_bytes -= size_bytes
+            self.free_bytes -= size_bytes
         path = self.directory / secrets.token_hex(SHARED_NAME_BYTES)
         with path.open("xb") as file:
             file.truncate(size_bytes)
@@ -115,7 +115,7 @@ class ModelCuda:
     def free(self, address: int) -> None:
         memory = self._take(address, owned=True)
         with self._lock:
-            self._free_bytes += len(memory.map)
+            self.free_bytes += len(memory.map)
             self._exported.pop(address, None)
         memory.path.unlink(missing_ok=True)
 
@@ -160,21 +160,21 @@ class ModelCuda:
 
     def register_host(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
         with self._lock:
-            for start, length in self._registered.items():
+            for start, length in self.registered.items():
                 if start < address + size_bytes and address < start + length:
                     raise DeviceError(
                         "cuMemHostRegister: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
                     )
-            self._registered[address] = size_bytes
+            self.registered[address] = size_bytes
 
     def unregister_host(self, address: int) -> None:
         with self._lock:
-            size_bytes = self._registered.pop(address, None)
+            size_bytes = self.registered.pop(address, None)
             if size_bytes is None:
                 raise DeviceError("cuMemHostUnregister: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
             if any(
                 _touch(at, length, address, address + size_bytes)
-                for to, source, length in self._flying
+                for to, source, length in self.flying
                 for at in (to, source)
             ):
                 self.broken = True  # the DMA goes on, to pages that may be anybody's
@@ -211,7 +211,7 @@ class ModelCuda:
             for at in (to, source):
                 touched = [
                     (start, length)
-                    for start, length in self._registered.items()
+                    for start, length in self.registered.items()
                     if _touch(at, size_bytes, start, start + length)
                 ]
                 if any(not _within(at, size_bytes, s, s + length) for s, length in touched):
@@ -222,7 +222,7 @@ class ModelCuda:
                 )
                 self.pageable += not touched and not own
             self.queued += 1
-            self._flying.append(copy)
+            self.flying.append(copy)
         return needed
 
     def loses(self, source: int) -> bool:
@@ -244,7 +244,7 @@ class ModelCuda:
     def landed(self, copies: Sequence[Copy]) -> None:
         with self._lock:
             for copy in copies:
-                self._flying.remove(copy)
+                self.flying.remove(copy)
 
 
 def _touch(address: int, size_bytes: int, start: int, end: int) -> bool:

@@ -21,10 +21,11 @@ class Wanted(NamedTuple):
     key: Key
     location: Location
     into: Sequence[memoryview]
-    """Writable, format 'B', contiguous, together `location.length` bytes."""
+    """Writable memory of format 'B', contiguous, together `location.length` bytes."""
     vram: DeviceRange | None = None
-    """As long, on a device of this process: where it may go instead, if the transport can do that;
-    its outcome says so. Undefined either way unless it is a HIT there."""
+    """Memory of the same length on a device of this process, where the block may go instead if the
+    transport can do that; its outcome says so. Its content is undefined unless the outcome is a HIT
+    there."""
 
 
 class Read(enum.StrEnum):
@@ -39,16 +40,16 @@ class Read(enum.StrEnum):
 
 
 class Outcome(NamedTuple):
-    """What became of one block, and why. Unless it is a HIT, what its destination holds is
+    """What became of one block, and why. Unless it is a HIT, the content of its destination is
     undefined."""
 
     read: Read
     reason: str = ""
-    """For people, when it is no HIT."""
+    """For people, unless it is a HIT."""
     kind: int = 0
     meta_length: int = 0
     in_vram: bool = False
-    """Whether it is in `Wanted.vram`, and not in `Wanted.into`."""
+    """True if it is in `Wanted.vram`, and not in `Wanted.into`."""
 
 
 class Transport(Protocol):
@@ -60,15 +61,15 @@ class Transport(Protocol):
     """
 
     name: ClassVar[str]
-    """As it is registered."""
+    """Its registered name."""
     checks_bytes: ClassVar[bool] = False
-    """Whether the node takes part in a read and makes a checksum of each block. A transport without
-    reads its memory: only blocks whose record has a checksum, and the node is told what was used.
-    """
+    """Whether the node takes part in a read and makes a checksum of each block. Other transports
+    read the node's memory: only blocks whose record has a checksum, and the node is told what was
+    used."""
 
     @property
     def why_not_to_vram(self) -> str:
-        """Why no block comes to the memory of a device, for people; empty when they do."""
+        """Return why no block comes to the memory of a device, for people; empty when blocks do."""
         return "it brings nothing to a device"
 
     def usable(self, node: Announcement) -> bool:

@@ -58,8 +58,8 @@ class CudaIpcTransport:
         verifies: bool = False,
         way: str = NAME,
     ) -> None:
-        """With `verifies`, only blocks with a checksum are hits, and only with the right bytes.
-        `way` is under what nodes announce their memory."""
+        """Make the transport. With `verifies`, only blocks with a checksum are hits, and only with
+        the right bytes. `way` is the name under which nodes announce their memory."""
         self.device = device
         self.memory = OpenMemory(device, attach, way)
         self.checksums = DeviceChecksums(device) if verifies else None
@@ -68,7 +68,7 @@ class CudaIpcTransport:
         self._stream: Stream | None = None
         self._active: set[_Batch] = set()
         self._hanging: list[_Batch] = []
-        """Whose copies may still write: what they use is kept."""
+        """Transfers whose copies may still write; what they use is kept."""
         self._closed = False
 
     def read(
@@ -101,7 +101,8 @@ class CudaIpcTransport:
                 self.memory.done_with(opened)
 
     def _begun(self, batch: _Batch) -> Stream:
-        """Our own stream, made when it is first needed. Raises `DeviceError` once it is closed."""
+        """Return this transport's own stream, made when it is first needed. Raises `DeviceError`
+        once it is closed."""
         with self._lock:
             if self._closed:
                 raise DeviceError("this client is closed")
@@ -138,7 +139,7 @@ def _failed(wanted: Sequence[Wanted | WantedAnywhere], reason: str) -> list[Outc
 
 
 class _Window(NamedTuple):
-    """Copies that are under way together, and the blocks whose bytes they bring."""
+    """Copies in flight together, and the blocks whose bytes they bring."""
 
     places: list[tuple[int, DevicePlace]]
     """(number of the block, where it was found)"""
@@ -166,9 +167,9 @@ class _Batch:
         """Blocks up to this one have been looked at."""
         self._windows: deque[_Window] = deque()
         self.given_up = ""
-        """Why nothing more is queued; any thread may say so."""
+        """Why nothing more is queued; any thread may set it."""
         self.ended = True
-        """Nothing is queued that could still write."""
+        """True once nothing is queued that could still write."""
 
     def read(self, stream: Stream) -> list[Outcome]:
         """See `CudaIpcTransport.read`."""
@@ -248,7 +249,7 @@ class _Batch:
     def _checked(
         one: Wanted | WantedAnywhere, checksum: int, hit: Outcome, checksums: DeviceChecksums
     ) -> Outcome:
-        """`hit`, if what has arrived has the checksum that header and location name."""
+        """Return `hit`, if what has arrived has the checksum that header and location name."""
         known = {checksum, one.location.checksum} - {0}
         if not known:
             return Outcome(Read.MISS, UNCHECKED_REASON)
@@ -260,7 +261,7 @@ class _Batch:
 
 
 def digest_of(pieces: Sequence[Piece], checksums: DeviceChecksums) -> int:
-    """The xxh3-64 of a payload in `pieces`, all of the host or all of the device. Raises
+    """Return the xxh3-64 of a payload in `pieces`, all of the host or all of the device. Raises
     `DeviceError`."""
     extents = [(p.address, p.size_bytes) for p in pieces if isinstance(p, DeviceRange)]
     if extents:
@@ -299,7 +300,7 @@ def size_of(piece: Piece) -> int:
 
 
 def check_anywhere(wanted: Sequence[Wanted | WantedAnywhere]) -> None:
-    """`check_wanted` for pieces that may lie on a device."""
+    """Do `check_wanted` for pieces that may lie on a device."""
     if len(wanted) > STREAM_BLOCKS_MAX:
         raise UsageError("wanted", len(wanted), f"at most {STREAM_BLOCKS_MAX} blocks a batch")
     for one in wanted:

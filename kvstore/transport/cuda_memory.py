@@ -23,7 +23,7 @@ from kvstore.types import Key, Location
 NAME = CUDA_IPC
 SAVES = "/saves"
 MOMENT_S = 0.001
-"""A socket without time does not wait at all, and fails."""
+"""The shortest time-out: a socket with none fails without waiting."""
 
 
 class DeviceAddress(NamedTuple):
@@ -56,10 +56,10 @@ class DevicePlace(NamedTuple):
     kind: int
     meta_length: int
     token: tuple[int, bytes] | None
-    """What `Heads.same` compares the header with: the slot and its header as it was located; None
-    where no header can be read here."""
+    """The slot and its header as it was located, with which `Heads.same` compares; None where no
+    header can be read here."""
     checksum: int = 0
-    """As its header says; 0: it was saved without one."""
+    """The checksum in its header; 0: it was saved without one."""
 
 
 class Heads(Protocol):
@@ -79,8 +79,8 @@ class Heads(Protocol):
         ...
 
     def memory(self, timeout_s: float) -> Shared:
-        """The memory that the node hands over; its descriptor is the caller's to close. Raises
-        `OSError` when it does not within `timeout_s`."""
+        """Return the memory that the node hands over; its descriptor is the caller's to close.
+        Raises `OSError` when it does not within `timeout_s`."""
         ...
 
     def close(self) -> None: ...
@@ -89,14 +89,14 @@ class Heads(Protocol):
 class Opened:
     """The memory of one start of a node, open in this process."""
 
-    __slots__ = ("address", "gone", "heads", "probed_at", "users")
+    __slots__ = ("address", "heads", "probed_at", "retired", "users")
 
     def __init__(self, heads: Heads, address: int) -> None:
         self.heads = heads
         self.address = address
         self.users = 0
-        """Reads and views that count on it; the lock of `OpenMemory` guards it."""
-        self.gone = False
+        """Reads and views that use it; the lock of `OpenMemory` guards it."""
+        self.retired = False
         self.probed_at = -math.inf
 
 
@@ -110,19 +110,19 @@ class DeviceBlock:
     def __init__(self, memory: OpenMemory, opened: Opened, place: DevicePlace, size: int) -> None:
         address = opened.address + place.offset
         self.memory = DeviceRange(address, size, memory.device.ordinal)
-        """To be read, never written; as long as the block."""
+        """Read-only memory, valid as long as the block."""
         self.checksum = place.checksum
         self._open = memory
         self._opened: Opened | None = opened
         self._place = place
 
     def valid(self) -> bool:
-        """True when all that was read from `memory` so far is the block of this key."""
+        """Return True when all that was read from `memory` so far is the block of this key."""
         opened = self._opened
         return opened is not None and opened.heads.alive() and opened.heads.same(self._place)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close it. Safe to call twice."""
         opened, self._opened = self._opened, None
         if opened is not None:
             self._open.done_with(opened)
@@ -150,28 +150,29 @@ class OpenMemory:
         attach: Callable[[Announcement], Heads | None],
         way: str = NAME,
     ) -> None:
-        """`way` is under what nodes announce their memory."""
+        """Make it without open memory. `way` is the name under which nodes announce their
+        memory."""
         self.device = device
         self._attach = attach
         self._way = way
         self._lock = threading.Lock()
         self._opened: dict[tuple[int, int], Opened] = {}
-        """By node id and epoch, that used last at the end."""
+        """Open memory by node id and epoch, that used last at the end."""
         self.forgotten: deque[Opened] = deque()
-        """Whose users ended without a word. The garbage collector adds to it, which may run inside
-        the lock; the next one who has the lock takes off it."""
+        """Memory whose users ended without a call. The garbage collector appends to it, perhaps
+        inside the lock; the next holder of the lock empties it."""
         self._closed = False
         self._stream: Stream | None = None
-        """For probes."""
+        """The stream for probes."""
 
     def use(self, node: Announcement, deadline: float = math.inf) -> Opened | None:
-        """The node's memory, opened now if it is not yet; it stays open until `done_with`.
+        """Return the node's memory, opened now if it is not yet; it stays open until `done_with`.
 
-        None when it is out of reach: the node is not on this host or has no VRAM, or all the
-        memory that may be open is in use. Raises `DeviceError` when the node does not hand it
-        over, by `deadline` (seconds of `time.monotonic`) and within `CUDA_IPC_OPEN_S`, when the
-        driver does not open it, or when what is read there is not what the node has written: that
-        is looked at now, and every `PROBE_EVERY_S`.
+        None when it is out of reach: the node is not on this host or has no VRAM, or all the memory
+        that may be open is in use. Raises `DeviceError` when the node does not hand it over, by
+        `deadline` (seconds of `time.monotonic`) and within `CUDA_IPC_OPEN_S`, when the driver does
+        not open it, or when what is read there is not what the node has written: that is looked at
+        now, and every `PROBE_EVERY_S`.
         """
         address = DeviceAddress.parse(node.transports.get(self._way, ""))
         with self._lock:
@@ -200,7 +201,7 @@ class OpenMemory:
             idle = next((k for k, o in self._opened.items() if o.users == 0), None)
             if idle is None:
                 return None
-            self._let_go(self._opened.pop(idle))
+            self._close(self._opened.pop(idle))
         if not self.device.reaches(address.uuid):
             raise DeviceError(f"no peer access from device {self.device.ordinal} to {address.uuid}")
         heads = self._attach(node)
@@ -230,8 +231,8 @@ class OpenMemory:
 
     def _ended(self, opened: Opened) -> None:
         opened.users -= 1
-        if opened.gone and opened.users == 0:
-            self._let_go(opened)
+        if opened.retired and opened.users == 0:
+            self._close(opened)
 
     def _recall(self) -> None:
         """End the uses that were forgotten."""
@@ -240,7 +241,7 @@ class OpenMemory:
                 self._ended(self.forgotten.popleft())
 
     def starts(self) -> frozenset[tuple[int, int]]:
-        """The (node id, epoch) of each node whose memory is open here."""
+        """Return the (node id, epoch) of each node whose memory is open here."""
         with self._lock:
             return frozenset(self._opened)
 
@@ -253,11 +254,11 @@ class OpenMemory:
                 self._retire(self._opened.pop(known))
 
     def _retire(self, opened: Opened) -> None:
-        opened.gone = True
+        opened.retired = True
         if opened.users == 0:
-            self._let_go(opened)
+            self._close(opened)
 
-    def _let_go(self, opened: Opened) -> None:
+    def _close(self, opened: Opened) -> None:
         try:
             self.device.close(opened.address)
         except DeviceError:
@@ -266,8 +267,8 @@ class OpenMemory:
             opened.heads.close()
 
     def view(self, node: Announcement, key: Key, location: Location) -> DeviceBlock | None:
-        """The block in place; None when it is not there (any more). Raises `DeviceError`, as `use`
-        does."""
+        """Return the block in place; None when it is not there (any more). Raises `DeviceError`, as
+        `use` does."""
         opened = self.use(node)
         if opened is None:
             return None

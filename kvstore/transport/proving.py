@@ -1,4 +1,4 @@
-"""Keeps, of each node, whether reading from it by a way that may not work was proved.
+"""Keeps, for each node, whether reading from it by a transport that may not work was proved.
 
 untried -> proving    a thread reads known bytes; others read by another way meanwhile
         -> proved     the node is read like this, until anything goes wrong
@@ -25,13 +25,12 @@ RETRY_AFTER_MAX_S = 60.0
 
 
 class ProvedPeer:
-    """What is known of one start of one node. The lock is its transport's; what says so is called
-    by whoever has it."""
+    """What is known of one start of one node. The lock is its transport's; its callers hold it."""
 
     def __init__(self, epoch: int, lock: threading.Lock) -> None:
         self.epoch = epoch
         self.reason = "it has not been tried"
-        """Why it is not read like this, for people."""
+        """Why this peer is not read in this way, for people."""
         self._lock = lock
         self._proving: threading.Event | None = None
         """Set when the attempt under way has ended."""
@@ -42,12 +41,10 @@ class ProvedPeer:
     def prove_soon(
         self, prove: Callable[[], None], give_up: Callable[[str], None], name: str
     ) -> threading.Event | None:
-        """The attempt that is under way; a new one when it is time; else None.
-
-        `prove` runs in a thread called `name`, raises `PeerError` or `DeviceError` where it fails,
-        and ends by deadlines of its own; `give_up` is told why and calls `failed`. The caller has
-        the lock.
-        """
+        """Return the attempt that is under way, or start one when it is time; else None. `prove`
+        runs in a thread called `name`, raises `PeerError` or `DeviceError` where it fails, and ends
+        by deadlines of its own; `give_up` is told why and calls `failed`. The caller has the
+        lock."""
         if self._proving is not None:
             return self._proving
         if not self._breaker.allows(time.monotonic()):
@@ -77,12 +74,12 @@ class ProvedPeer:
             proving.set()
 
     def succeeded(self) -> None:
-        """It was proved. The caller has the lock."""
+        """Note that it was proved. The caller has the lock."""
         self._breaker.succeeded()
 
     def failed(self, reason: str) -> int:
-        """It is left alone for a while. The level at which that is worth a line in the log: the
-        same reason once more is not. The caller has the lock."""
+        """Leave it alone for a while, and return the level at which that is worth a line in the
+        log: the same reason once more is not. The caller has the lock."""
         known, self.reason = self.reason, reason
         self._breaker.failed(time.monotonic())
         return logging.DEBUG if reason == known else logging.WARNING

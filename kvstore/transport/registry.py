@@ -1,4 +1,4 @@
-"""Registers the transports: their names, and where what reads by them is.
+"""Registers the transports: their names, and the modules that implement them.
 
 A new one is a file, whose class implements `Transport`, and a line of `TRANSPORTS`. The file is
 imported when a node that offers the transport is first heard of.
@@ -26,10 +26,12 @@ class Registered(NamedTuple):
     """One transport."""
 
     file: str = ""
-    """The module of its class; empty for memory of this host, which needs no `Transport`."""
+    """The module of its class; empty for what lies on this host, where the index is not asked."""
     made_by: str = ""
-    """The class. It is called with what asks nodes, what says of a node how its segment is divided,
-    and the device to which blocks may be brought or None."""
+    """Name of the class. It is called with what asks nodes, what says how a node's segment is
+    divided, and the device to which blocks may be brought or None."""
+    counted: bool = False
+    """Whether reads are counted though there is no module."""
     to_vram: bool = False
     """Whether blocks may come to that device: they are counted apart."""
 
@@ -37,21 +39,24 @@ class Registered(NamedTuple):
 SHM = "shm"
 """Segments of this host, which a reader maps and reads in place."""
 CUDA_IPC = "cuda_ipc"
-"""Segments in VRAM of this host, which a reader's device opens (client/vram)."""
+"""Segments in VRAM of this host, which a reader's device opens (client/nodes/vram.py)."""
+DISK = "disk"
+"""Disks of nodes of this host (client/nodes/disks.py)."""
 TRANSPORTS = {
     SHM: Registered(),
     CUDA_IPC: Registered(),
+    DISK: Registered(counted=True),
     "nixl": Registered("kvstore.transport.nixl.transport", "NixlTransport", to_vram=True),
     "stream": Registered("kvstore.transport.stream.transport", "StreamTransport"),
 }
-"""All there are by name, the nearest first. Announcements, settings and counters use the names."""
+"""All transports by name, the nearest first. Announcements, settings and counters use the names."""
 COUNTED = ("hits", "bytes", "misses", "failed", "checksum")
 VARIABLE = "KVSTORE_TRANSPORTS"
 
 
 def allowed(names: Sequence[str] | None) -> tuple[str, ...]:
-    """`names` in the order of `TRANSPORTS`; without them, those in KVSTORE_TRANSPORTS (separated by
-    commas), else all.
+    """Return `names` in the order of `TRANSPORTS`; without them, those in KVSTORE_TRANSPORTS
+    (separated by commas), else all.
 
     Raises `UsageError` for a name that is no transport's, and when there is no name.
     """
@@ -65,9 +70,9 @@ def allowed(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def counters() -> Iterator[str]:
-    """Yield the names of all counters of reads from other hosts."""
+    """Yield the names of all counters of reads from other hosts and from disks."""
     for name, registered in TRANSPORTS.items():
-        if registered.file:
+        if registered.file or registered.counted:
             yield from (f"{name}_{what}" for what in COUNTED)
         if registered.to_vram:
             yield from (f"{name}_vram_{what}" for what in ("hits", "bytes"))
@@ -84,16 +89,19 @@ class Transports:
         layout_of: Callable[[Announcement], RemoteLayout],
         device: CudaDevice | None = None,
     ) -> None:
-        """`stream` is there anyway: it also asks nodes. What is read may come to `device`."""
+        """Make the transports. `stream` is always there, because it also asks nodes. What is read
+        may come to `device`."""
+        self.stream = stream
+        self.allowed = allowed
         self.names = [name for name, row in TRANSPORTS.items() if row.file and name in allowed]
-        """Of those that may be used, the nearest first."""
+        """Names of the transports that may be used, the nearest first."""
         self._made: dict[str, Transport] = {stream.name: stream}
         self._make = (stream, layout_of, device)
         self._closed = False
         in_each_child(self)
 
     def after_fork_in_child(self) -> None:
-        """The device is the parent's."""
+        """Forget the device, which is the parent's."""
         self._make = (*self._make[:2], None)
 
     def of(self, node: Announcement) -> list[Transport]:
@@ -114,13 +122,9 @@ class Transports:
                 self._made[name] = made_by(*self._make)
             return self._made.get(name)
 
-    def checks_bytes(self, name: str) -> bool:
-        found = self._get(name)
-        return found is not None and found.checks_bytes
-
     @property
     def why_not_to_vram(self) -> str:
-        """Why nothing that is read comes to a device, for people; empty when it does."""
+        """Return why nothing that is read comes to a device, for people; empty when it does."""
         to_vram = [name for name in self.names if TRANSPORTS[name].to_vram]
         made = [one for one in map(self._get, to_vram) if one is not None]
         reasons = [one.why_not_to_vram for one in made]

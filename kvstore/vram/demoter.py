@@ -30,18 +30,19 @@ from kvstore.types import PutStatus
 log = logging.getLogger("kvstore.vram")
 
 LOOK_EVERY_S = 1.0
-"""How often it looks unasked."""
+"""Seconds between two looks without a request."""
 END_TIMEOUT_S = 30.0
 
 ANSWER_TIMEOUT_S = 5.0
 """How long the node in VRAM may take to answer; then it is asked again later."""
 IN_DOUBT: list[object] = []
-"""What devices may still write to, and what holds it, for as long as this process lives: reserved
-memory that nobody has would be given back."""
+"""Memory that devices may still write to, and what holds it, for as long as this process lives:
+reserved memory that nobody holds would be given back."""
 
 
 Holding = Callable[[Iterable[memoryview]], AbstractContextManager[None]]
-"""What is held while memory below is copied to: who page-locks it unlocks none of it then."""
+"""A context that is entered while memory below is copied to: meanwhile nothing of it is
+unlocked."""
 
 
 def nothing_held(buffers: Iterable[memoryview]) -> AbstractContextManager[None]:
@@ -66,8 +67,8 @@ class Demoter:
         reserve_bytes: int,
         holding: Holding = nothing_held,
     ) -> None:
-        """`session` is one of the node in VRAM, `address` that of its segment, and `holding` is
-        entered while blocks are copied. Raises `DeviceError`."""
+        """Prepare the demoter. `session` is one of the node in VRAM, `address` that of its segment,
+        and `holding` is entered while blocks are copied. Raises `DeviceError`."""
         self._holding = holding
         self._session = session
         self._address = address
@@ -78,7 +79,7 @@ class Demoter:
         self._ending = False
         self._drain_until = 0.0
         self._in_doubt: Sequence[object] = ()
-        """What a copy may still write to, and what holds it as it is."""
+        """Memory that a copy may still write to, with what keeps it reserved."""
         self.counts = dict.fromkeys(("demoted", "demoted_bytes", "already_below", "lost"), 0)
         self._thread = threading.Thread(target=self._run, name="kvstore-demoter", daemon=True)
         self._thread.start()
@@ -116,9 +117,9 @@ class Demoter:
 
     def _step(self, free_bytes: int) -> bool:
         """Move some of the coldest blocks, unless `free_bytes` are free. Returns False when that is
-        enough for now: enough is free, or nothing can go.
+        enough for now: enough is free, or nothing can be moved.
 
-        The node has pinned all that it has named: each is let go or unpinned here.
+        The node has pinned all that it has named: each is freed or unpinned here.
         """
         if self._session.busy:
             return False
@@ -134,12 +135,12 @@ class Demoter:
         moved = False
         for batch in _batches(cold):
             stay = self._move(batch)
-            self._let_go([block for block in batch if block not in stay], stay)
+            self._retire([block for block in batch if block not in stay], stay)
             moved = moved or len(stay) < len(batch)
         return moved
 
-    def _let_go(self, gone: Sequence[ColdBlock], stay: Sequence[ColdBlock]) -> None:
-        free = [(block.slot, block.generation) for block in gone]
+    def _retire(self, leaving: Sequence[ColdBlock], stay: Sequence[ColdBlock]) -> None:
+        free = [(block.slot, block.generation) for block in leaving]
         self._session.tell(Retire(0, 0, free))
         self._session.tell(_unpin(stay))
 

@@ -1,10 +1,10 @@
-"""Decides whose VRAM a process saves to: a node's of this host, or its own."""
+"""Decides whose VRAM a process saves to: that of a node of this host, or its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvstore.client.local.vram_saver import VramSaver
+from kvstore.client.nodes.saving.vram_saver import VramSaver
 from kvstore.client.session import BlockSession
 from kvstore.cuda.base import CudaDevice
 from kvstore.vram.pool import VramPool
@@ -19,14 +19,8 @@ def vram_for_saves(
 
     Raises what `VramPool` raises.
     """
-    saver = VramSaver(
-        store.run_dir,
-        store.key_prefix,
-        store.index.identity(),
-        device,
-        store.limits.request_timeout_s,
-        checksums=store.verify == "always",
-    )
+    timeout_s, checksums = store.limits.request_timeout_s, store.verify == "always"
+    saver = VramSaver(store.nodes, device, timeout_s, checksums=checksums)
     if saver.found():
         return saver
     return VramPool(store, device, size_bytes, **options)

@@ -13,10 +13,11 @@ from functools import partial
 
 from kvstore.batches import in_batches
 from kvstore.client.base import DeviceReservation, Later
-from kvstore.client.savers import answered, device_items
+from kvstore.client.nodes.saving.savers import answered, device_items
 from kvstore.client.session import BlockSession
 from kvstore.core.answers import Answer, Grant, PutAnswer
 from kvstore.core.events import (
+    NOBODY,
     Abort,
     Clear,
     Commit,
@@ -45,22 +46,23 @@ TIMEOUT_S = 5.0
 index before it answers a commit."""
 NAMES_MAX = 32
 RESERVE_PART = 8
-"""One of so many parts of the pool is kept free by the demoter."""
+"""The demoter keeps one of this many parts of the pool free."""
 DRAIN_S = 5.0
 FULL = rejected("no space in VRAM: save it to host memory")
 
 
 def _give_back(answer: Answer) -> Abort:
-    """Gives back the slots that an answer to `Reserve` grants."""
+    """Give back the slots that an answer to `Reserve` grants."""
     assert isinstance(answer, list)
     return Abort(0, 0, [one[:2] for one in answer if isinstance(one, Grant)])
 
 
 class VramPool:
     """A node in VRAM inside this process, and a thread that moves what is cold to host memory.
+    Thread-safe. Implements `kvstore.client.base.Saver`.
 
-    Thread-safe. Implements `kvstore.client.base.Saver`. Who finds no slot saves to `store`
-    instead: nothing is evicted here as long as host memory has room.
+    A producer that finds no slot saves to `store` instead: nothing is evicted here as long as host
+    memory has room.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class VramPool:
         )
         self._checksums = DeviceChecksums(device) if store.verify == "always" else None
         self._takes_saves = takes_saves
-        with on_failure(self._let_go):
+        with on_failure(self._release):
             self.node = self._made(config)
         free, stop = self.node.free, self.node.stop
-        with on_failure(self._let_go), on_failure(free), on_failure(stop):
+        with on_failure(self._release), on_failure(free), on_failure(stop):
             self._start(own_name=name is None)
             self._session = self.node.session()
             self.demoter = Demoter(
@@ -121,7 +123,7 @@ class VramPool:
             )
             self.node.on_save = self.demoter.wake
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._checksums is not None:
             self._checksums.close()
         self._index.close()
@@ -145,8 +147,11 @@ class VramPool:
 
     @contextmanager
     def _asking(self, instead: Request | None = None) -> Iterator[tuple[LocalSession, float]]:
-        """The session and the deadline for one request. While an earlier answer is late nobody
-        waits for another one: then `instead` is carried out, and `DeadlineError` raised."""
+        """Return the session and the deadline for one request.
+
+        While an earlier answer is late no further one is awaited: `instead` is called, and
+        `DeadlineError` raised.
+        """
         with self._lock:
             if self._session.busy:
                 if instead is not None:
@@ -221,9 +226,9 @@ class VramPool:
         with self._asking() as (session, deadline):
             return session.ask(Clear(0, 0, namespace_id), deadline)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Say that blocks were used; those of them that are here stay longer."""
-        self._tell(Touch(0, keys))
+    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
+        """Say that blocks were read or saved; those of them that are here stay longer."""
+        self._tell(Touch(NOBODY, keys, saved=saved))
 
     def _tell(self, event: Event) -> None:
         with suppress(NodeUnavailableError):
@@ -252,8 +257,7 @@ class VramPool:
         self._stopped = True
         ended = self.demoter.stop(drain_s)
         self.node.stop()
-        if self._store.remote.vram is not None:
-            self._store.remote.vram.sweep()  # or it stays because this process has it open
+        self._store.remote.let_go()  # or it stays because this process has it open
         if self._checksums is not None:
             self._checksums.close()
         if ended:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.client.base import MissQuery
-from kvstore.client.local.control import ControlChannel
-from kvstore.client.local.deadlines import in_turn, until
-from kvstore.client.missing.explanation import (
+from kvstore.client.explanation import (
     FieldDifference,
     Missing,
     MissReason,
@@ -23,18 +22,24 @@ from kvstore.client.missing.explanation import (
     differences,
     listed,
 )
-from kvstore.client.missing.readability import Readability, without_index
-from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.nodes.control import ControlChannel
+from kvstore.client.nodes.deadlines import in_turn, until
+from kvstore.client.nodes.readability import Readability
 from kvstore.core.namespaces import namespace_of
 from kvstore.core.outgoing.departures import GoneWhy
-from kvstore.core.report import RESERVED_CODE, SEALED_CODE, UNKNOWN_CODE
+from kvstore.core.report import (
+    ON_DISK_CODE,
+    READ_CODE,
+    RESERVED_CODE,
+    SEALED_CODE,
+    UNKNOWN_CODE,
+)
 from kvstore.errors import IndexUnavailableError, PeerError, UsageError
-from kvstore.index.announced import announced_node, announced_nodes
+from kvstore.index.announced import announced_node
 from kvstore.index.base import Index, Record
 from kvstore.keys import SALT_FIELD, Namespace
-from kvstore.machine import REAL, Machine
-from kvstore.nodedir import LOCK, Announcement, NodeDir, announced, node_dirs, stranger, strangers
-from kvstore.protocol.control import Op
+from kvstore.nodedir import LOCK, Announcement, NodeDir, stranger
+from kvstore.protocol.control import Op, join_keys
 from kvstore.protocol.control_replies import InvalidReplyError, explained
 from kvstore.record import RecordSigner, unpack_record
 from kvstore.system.filelock import is_locked
@@ -68,13 +73,16 @@ _GONE: dict[int, tuple[MissReason, str]] = {
     ),
 }
 
+THERE = frozenset({SEALED_CODE, READ_CODE})
+_READ = {READ_CODE: True, GoneWhy.EVICTED: False, GoneWhy.EXPIRED: False}
+
 
 class _Answer(NamedTuple):
-    """What one node says about one key."""
+    """What one node says about one key, or several."""
 
     node: str
-    code: int
-    age_s: float
+    codes: list[int]
+    ages_s: list[float]
     reaches_back_s: float | None
     namespaces: list[tuple[int, int, bytes]]
 
@@ -95,23 +103,17 @@ class Explainer:
     def __init__(
         self,
         index: Index,
-        remote: RemoteNodes,
-        run_dir: Path,
-        key_prefix: str,
+        readability: Readability,
         timeout_s: float,
         signer: RecordSigner | None = None,
-        readability: Readability | None = None,
-        *,
-        machine: Machine = REAL,
     ) -> None:
-        self._machine = machine
-        self._now = machine.monotonic
+        self._nodes = readability.nodes
+        self._machine = self._nodes.machine
+        self._now = self._machine.monotonic
         self._signer = signer
         self._readability = readability
         self._index = index
-        self._remote = remote
-        self._run_dir = run_dir
-        self._key_prefix = key_prefix
+        self._remote = readability.remote
         self._timeout_s = timeout_s
         self._lock = self._machine.lock()
         in_each_child(self)
@@ -125,13 +127,13 @@ class Explainer:
         try:
             (record,) = self._index.lookup([key])
         except IndexUnavailableError as e:
-            why = without_index(self._readability, e)
+            why = self._readability.without_index(e)
             return Missing(block=block, reason=why.reason, detail=why.detail)
         if record is not None:
             unreadable = self._unreadable(question, record)
             if unreadable is not None:
                 return unreadable
-        answers, silent = self._ask(key)
+        answers, silent = self._ask([key])
         told = _told(block, answers, indexed=record is not None)
         if told is not None:
             return told
@@ -143,11 +145,17 @@ class Explainer:
             )
         if silent or not answers:
             who = f"{', '.join(silent)} did not answer" if silent else "there is no node to ask"
-            who = "; ".join([who, *map(str, strangers(self._run_dir, self._key_prefix))])
+            who = "; ".join([who, *map(str, self._nodes.strangers())])
             detail = f"not in the index; {who}, so nobody can say why"
             return Missing(block=block, reason=MissReason.ABSENT, detail=detail)
         different = self._under_other_fields(question, answers) if block == 0 else None
         return different or _never_stored(block, answers)
+
+    def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
+        """See `BlockStore.were_read`; of at most `BATCH_KEYS_MAX` keys."""
+        answers, _ = self._ask(keys)
+        each = zip(*([_READ.get(code) for code in answer.codes] for answer in answers), strict=True)
+        return [True if True in said else False if False in said else None for said in each]
 
     def after_fork_in_child(self) -> None:
         self._lock = self._machine.lock()  # a thread of the parent may have had it
@@ -162,12 +170,13 @@ class Explainer:
     # --- nodes --------------------------------------------------------------
 
     def _living(self) -> Iterator[tuple[NodeDir, Announcement]]:
-        for announcement, directory in announced(node_dirs(self._run_dir), self._key_prefix):
+        for announcement, directory in self._nodes.here():
             if directory.alive():
                 yield directory, announcement
 
-    def _ask(self, key: Key) -> tuple[list[_Answer], list[str]]:
-        """Return what each node of this host says, and the names of those that did not answer."""
+    def _ask(self, keys: Sequence[Key]) -> tuple[list[_Answer], list[str]]:
+        """Return what each node says, and the names of those that did not answer."""
+        said, accept = join_keys(keys), partial(explained, len(keys))
         give_up_at = self._now() + self._timeout_s
         answers: list[_Answer] = []
         silent: list[str] = []
@@ -178,7 +187,7 @@ class Explainer:
         ):
             try:
                 with until(by):
-                    answer = channel.request(Op.EXPLAIN, key, accept=explained)
+                    answer = channel.request(Op.EXPLAIN, said, accept=accept)
                 answers.append(_Answer(announcement.name, *answer))
             except (PeerError, UsageError):
                 silent.append(directory.name)  # gone, hung, or of an older version
@@ -189,8 +198,8 @@ class Explainer:
                 silent.append(f"{announcement.name} on {announcement.host}")
                 continue
             try:
-                body = ask(self._remote.stream, announcement, [Op.EXPLAIN, 1, key], deadline)
-                answers.append(_Answer(announcement.name, *explained(body)))
+                body = ask(self._remote.stream, announcement, [Op.EXPLAIN, 1, said], deadline)
+                answers.append(_Answer(announcement.name, *accept(body)))
             except (PeerError, InvalidReplyError):
                 self._remote.failed(announcement.node_id)
                 silent.append(f"{announcement.name} on {announcement.host}")
@@ -201,7 +210,7 @@ class Explainer:
     def _elsewhere(self, here: Container[int]) -> list[Announcement]:
         """Nodes of other hosts that can be asked, those with an id in `here` left out."""
         try:
-            words = announced_nodes(self._index, self._signer).values()
+            words = self._nodes.announcements().values()
         except IndexUnavailableError:
             return []
         now = self._now()
@@ -260,7 +269,7 @@ class Explainer:
     def _tried(self, block: int, at: Location, node: Announcement, where: str) -> Missing | None:
         """Connect to the node, or open its memory; None when the block can be read there."""
         deadline = self._now() + self._timeout_s / 2
-        why = self._readability and self._readability.why_not_read(node, at, deadline)
+        why = self._readability.why_not_read(node, at, deadline)
         if not why:
             return None
         detail = f"node {node.name} has it, {where}, and this client cannot read it: {why.detail}"
@@ -343,36 +352,37 @@ def _namespaces(answers: Iterable[_Answer]) -> Iterator[tuple[Namespace, str]]:
 def _told(block: int, answers: Sequence[_Answer], *, indexed: bool) -> Missing | None:
     """Return what a node knows about the block itself: what is there now before what is gone."""
     for answer in answers:
-        if answer.code == SEALED_CODE and indexed:
+        if answer.codes[0] in THERE and indexed:
             return Missing(
                 block=block,
                 reason=MissReason.BEING_WRITTEN,
                 detail=f"node {answer.node} has it now: it was stored after the lookup",
                 node=answer.node,
             )
-        if answer.code == SEALED_CODE:
+        if answer.codes[0] in (*THERE, ON_DISK_CODE):
+            where = " on a disk" if answer.codes[0] == ON_DISK_CODE else ""
             return Missing(
                 block=block,
                 reason=MissReason.NOT_INDEXED,
-                detail=f"node {answer.node} has it, but the index does not know of it (yet)",
+                detail=f"node {answer.node} has it{where}, but the index does not know of it (yet)",
                 node=answer.node,
             )
-        if answer.code == RESERVED_CODE:
+        if answer.codes[0] == RESERVED_CODE:
             return Missing(
                 block=block,
                 reason=MissReason.BEING_WRITTEN,
-                detail=f"a writer got a slot at node {answer.node} {ago(answer.age_s)} ago "
+                detail=f"a writer got a slot at node {answer.node} {ago(answer.ages_s[0])} ago "
                 "and has not committed it",
                 node=answer.node,
-                age_s=answer.age_s,
+                age_s=answer.ages_s[0],
             )
-    gone = [answer for answer in answers if answer.code in _GONE]
+    gone = [answer for answer in answers if answer.codes[0] in _GONE]
     if not gone:
         return None
-    last = min(gone, key=lambda answer: answer.age_s)
-    reason, what = _GONE[last.code]
-    detail = f"node {last.node} {what}, {ago(last.age_s)} ago"
-    return Missing(block=block, reason=reason, detail=detail, node=last.node, age_s=last.age_s)
+    last = min(gone, key=lambda answer: answer.ages_s[0])
+    reason, what = _GONE[last.codes[0]]
+    detail = f"node {last.node} {what}, {ago(last.ages_s[0])} ago"
+    return Missing(block=block, reason=reason, detail=detail, node=last.node, age_s=last.ages_s[0])
 
 
 def _different(block: int, candidate: _Candidate, what: str) -> Missing:
@@ -390,11 +400,12 @@ def _different(block: int, candidate: _Candidate, what: str) -> Missing:
 
 def _never_stored(block: int, answers: Sequence[_Answer]) -> Missing:
     """Say that nobody has stored it, as surely as the nodes' memories reach back."""
-    unsure = [a for a in answers if a.code != UNKNOWN_CODE or a.reaches_back_s is not None]
+    unsure = [a for a in answers if a.codes[0] != UNKNOWN_CODE or a.reaches_back_s is not None]
     names = ", ".join(answer.node for answer in answers)
     if unsure:
         back_s = min(a.reaches_back_s or 0.0 for a in unsure)
-        detail = f"not stored at {names} in the last {ago(back_s)}, as far back as they remember"
+        detail = f"not stored at {names} in the last {ago(back_s)}, as far back as they remember; "
+        detail += "whether it was evicted before is not known any more"
     else:
         detail = f"never stored at {names} since it started"
     return Missing(block=block, reason=MissReason.NEVER_STORED, detail=detail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.client.base import MissQuery
-from kvstore.client.missing.explanation import FieldDifference
+from kvstore.client.explanation import FieldDifference
 from kvstore.keys import Namespace
 from kvstore.types import Key, Tokens
 

@@ -17,8 +17,8 @@ from types import ModuleType, TracebackType
 from typing import Any, Self, TypeAlias
 
 from kvstore.client.arguments import Uncopied
+from kvstore.client.explanation import MissReason
 from kvstore.client.locator import Holder, HolderRun, HolderRuns, Holders
-from kvstore.client.missing.explanation import MissReason
 from kvstore.client.residency.view import NodeView, message_of
 from kvstore.compiled.key_set import count_keys
 from kvstore.errors import PeerError, UsageError
@@ -57,7 +57,7 @@ class Residency(Uncopied):
         try:
             import zmq
         except ImportError as e:
-            remedy = "needs pyzmq: pip install 'kvstore-llm[events]'"
+            remedy = "needs pyzmq: pip install pyzmq"
             raise UsageError("events", events[0], remedy) from e
         self._zmq: ModuleType = zmq
         self._context = self._zmq.Context()

@@ -1,1 +1,1 @@
-"""Turns what `Client` stores under a key (bytes, tensors, arrays) into payloads and back."""
+"""Saves and reads what `Client` stores under a key."""

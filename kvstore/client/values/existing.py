@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 import xxhash
 
+from kvstore.client.nodes.remote import RemoteNodes
+from kvstore.client.payloads.tensors import Payload
 from kvstore.client.reader import Place, Reader
-from kvstore.client.remote.reader import RemoteNodes
-from kvstore.client.values.tensors import Payload
-from kvstore.errors import NodeUnavailableError, PeerError
-from kvstore.nodedir import Announcement
-from kvstore.protocol.control import Op
 from kvstore.transport.base import Read, Wanted
-from kvstore.transport.stream.requests import ask
 from kvstore.types import Key, Location, PutResult, PutStatus
 
 
@@ -42,7 +37,7 @@ def told_apart(
             told[i] = _differs(len(place.data))
     elsewhere = {
         which[at]: there
-        for at, there in found.remote.items()
+        for at, there in found.fetched.items()
         if told[which[at]].status is PutStatus.EXISTS
     }
     others = others_elsewhere(
@@ -106,25 +101,3 @@ def _digest(payload: Payload) -> int:
     state = xxhash.xxh3_64(payload.data)
     state.update(payload.meta)
     return state.intdigest()
-
-
-def drop_remote(remote: RemoteNodes, key: Key, location: Location, by: float = math.inf) -> bool:
-    """Drop it on the node of another host that has it, by then at the latest; whether it was
-    still there.
-
-    Raises `NodeUnavailableError` or `DeadlineError` when that node cannot be asked.
-    """
-    announcement = node_of(remote, location)
-    if announcement is None:
-        raise NodeUnavailableError("the node of another host that has this value cannot be reached")
-    deadline = min(by, time.monotonic() + remote.timeout_s(0))
-    try:
-        answer = ask(remote.stream, announcement, [Op.DROP, 1, key], deadline)
-    except PeerError:
-        remote.failed(announcement.node_id)
-        raise
-    return bool(answer == [True])
-
-
-def node_of(remote: RemoteNodes, location: Location) -> Announcement | None:
-    return remote.node(location.node_id, location.epoch, time.monotonic())

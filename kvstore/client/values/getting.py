@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.client.local.nodes import Attached
-from kvstore.client.missing.explanation import MissReason
+from kvstore.client.explanation import MissReason
+from kvstore.client.nodes.fetch import FetchedBlock, RemoteBlock
+from kvstore.client.nodes.known import Attached
+from kvstore.client.payloads import tensors
+from kvstore.client.payloads.out import Out
 from kvstore.client.reader import Place
-from kvstore.client.remote.fetch import FetchedBlock, RemoteBlock
 from kvstore.client.session import BlockSession
-from kvstore.client.values import tensors
-from kvstore.client.values.out import Out
 from kvstore.errors import UsageError
 from kvstore.segment import batch_read
 from kvstore.types import Key, Kind, Value
@@ -30,7 +30,7 @@ class ValueGetter:
         self._verify = session.verify == "always"
         self.counts = {"hits": 0, "misses": 0, "hit_bytes": 0}
         self.remote_counts = {"hits": 0, "hit_bytes": 0}
-        """Those of `counts` that came from other hosts."""
+        """Those of `counts` that came from other hosts or from disks."""
 
     def get(self, key: Key, out: Value) -> Value:
         """As `get_many` for one key; a value seen in this host's memory before asks nobody."""
@@ -162,8 +162,9 @@ class ValueGetter:
         if value is None:
             self._lost(key)
             return None
-        size_bytes = view.size_bytes
-        if isinstance(view, FetchedBlock):
+        if isinstance(view, Place):
+            size_bytes = view.size_bytes
+        else:
             size_bytes = view.location.length
             self.remote_counts["hits"] += 1
             self.remote_counts["hit_bytes"] += size_bytes

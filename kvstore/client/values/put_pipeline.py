@@ -1,42 +1,46 @@
-"""Saves many values: while one part is copied, nodes work on the parts before and after it."""
+"""Saves values to the nodes of this host.
+
+One value goes straight: asked for, copied, committed. Of many, what one request asks for is a part,
+which goes the same way; while one is copied, nodes work on the parts before and after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar
-from itertools import zip_longest
+from dataclasses import dataclass
+from functools import partial
 from operator import add
 from typing import TypeVar, cast
 
 import xxhash
 
-from kvstore.batches import in_batches, picked
+from kvstore.batches import in_batches
 from kvstore.client.base import Later, Reservation, ReserveAnswer
-from kvstore.client.local.deadlines import connecting, each_within, in_turn
-from kvstore.client.local.host_writer import HostWriter
-from kvstore.client.local.host_writers import ROUNDS
-from kvstore.client.local.link import Grants, NodeLink
-from kvstore.client.local.writer import Writer
-from kvstore.client.values.tensors import Payload
+from kvstore.client.nodes.deadlines import connecting, in_turn
+from kvstore.client.nodes.saving.host_writer import HostWriter, Share
+from kvstore.client.nodes.saving.link import Grants, NodeLink
+from kvstore.client.payloads.tensors import Payload
 from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.machine import Machine
 from kvstore.protocol.control_requests import Wants
 from kvstore.segment import batch_read
-from kvstore.types import IN_PROGRESS, NO_SPACE, Key, PutResult, rejected
+from kvstore.types import NO_SPACE, Key, Kind, PutResult, rejected
 
 WINDOW_BYTES = 128 << 20
-"""Bytes reserved at a time by one put_many: a large batch must not hold all slots at once."""
-INLINE_WINDOW_BYTES = 1 << 20
-"""Bytes that travel inside the reserve requests of a window at most."""
+"""Bytes reserved at a time at one node: a large batch must not hold all slots at once."""
+INLINE_PART_BYTES = 1 << 20
+"""Bytes that travel inside the request of a part at most."""
 LONE_INLINE_FACTOR = 2
 """A value that is saved alone travels in the request up to so many times the size that the node
 says: what that saves, a request and a wake-up, is worth copying it more often. In a batch it saves
 no request, and from about three times on it costs both sides more than it saves."""
 PARTS = 2
-"""Of a window: half of the node's work is then done while a client copies. More parts are
-more messages, and on a busy machine each may cost the sender its core for a while."""
+"""Of what is reserved at a time: half of the node's work is then done while a client copies. More
+parts are more messages, and on a busy machine each may cost the sender its core for a while."""
 PART_BYTES_MIN = 4 << 20
 """Copying it takes about as long as the node needs for a request."""
 
@@ -71,6 +75,23 @@ def check_wanted() -> None:
         raise StoppedError
 
 
+@dataclass(slots=True)
+class _Values:
+    """What one call saves, column by column, and what became of each."""
+
+    namespace_id: int
+    keys: Sequence[Key]
+    datas: Sequence[memoryview]
+    metas: Sequence[bytes]
+    kinds: Sequence[Kind]
+    sizes: Sequence[int]
+    """In bytes, with the description."""
+    checksums: bool
+    results: list[PutResult | None]
+    """None where that is not known, as the node went away or hangs: what it may still take is saved
+    elsewhere too."""
+
+
 def save(
     host: HostWriter,
     namespace_id: int,
@@ -86,311 +107,223 @@ def save(
     """
     if not keys:
         return []
-    values = _Values(keys, payloads)
-    results: list[PutResult | None] = [IN_PROGRESS] * len(keys)
-    todo: Sequence[int] = range(len(keys))
-    without: set[NodeLink] = set()
-    each_s = 0.0
-    for _ in range(ROUNDS):
-        try:
-            plan = host.plan(picked(keys, todo), picked(values.sizes, todo), without)
-        except NodeUnavailableError:
-            if not without:
-                raise
-            break
-        shares = [
-            _Share(link, writer, namespace_id, picked(todo, which), values, checksums)
-            for writer, link, which in plan
-        ]
-        each_s = each_s or host.each_s()
-        with each_within(each_s) if each_s < host.timeout_s else nullcontext():
-            _run(shares, host.timeout_s, host.machine)
-        todo = []
-        for share in shares:
-            if len(share.results) == len(keys) and None not in share.results:
-                results = share.results  # of the only one
-                break
-            for i, result in zip_longest(share.which, share.results):
-                results[i] = rejected(str(share.failure)) if result is None else result
-                if result is None:
-                    todo.append(i)
-                    without.add(share.link)
-        if not todo:
-            break
-        todo.sort()
-    if len(keys) > 1 and sum(values.sizes) >= PART_BYTES_MIN:
+    datas, metas, kinds = zip(*payloads, strict=True)
+    sizes = list(map(add, map(len, datas), map(len, metas)))
+    results: list[PutResult | None] = [None] * len(keys)
+    values = _Values(namespace_id, keys, datas, metas, kinds, sizes, checksums, results)
+    way = _straight if len(keys) == 1 else _side_by_side
+    for i, failure in host.spread(keys, sizes, partial(way, host, values)).items():
+        results[i] = rejected(str(failure))
+    if len(keys) > 1 and sum(sizes) >= PART_BYTES_MIN:
         # What went in several requests was sealed head first: the end of a run would outlive it.
-        host.touch(keys, host.machine.monotonic(), at_once=True)
+        host.touch(keys, host.machine.monotonic(), at_once=True, saved=True)
     return cast("list[PutResult]", results)
 
 
-def _run(shares: Sequence[_Share], timeout_s: float, machine: Machine) -> None:
-    """Side by side: each node is asked, all within `timeout_s`, before any answer is waited for."""
-    try:
-        while begun := _begun(shares, timeout_s, machine):
-            for share in begun:
-                share.finish(machine)
-    finally:
-        for share in shares:
-            share.close()
-
-
-def _begun(shares: Sequence[_Share], timeout_s: float, machine: Machine) -> list[_Share]:
-    if len(shares) == 1:
-        return [share for share in shares if share.begin()]  # nobody else needs the time
-    begun: list[_Share] = []
-    for share, by in in_turn(shares, timeout_s, machine.monotonic):
-        with connecting(by):
-            if share.begin():
-                begun.append(share)
-    return begun
-
-
-class _Values:
-    """What one call saves, column by column."""
-
-    __slots__ = ("datas", "keys", "kinds", "metas", "sizes")
-
-    def __init__(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> None:
-        self.keys = keys
-        self.datas, self.metas, self.kinds = zip(*payloads, strict=True)
-        self.sizes = list(map(add, map(len, self.datas), map(len, self.metas)))
-        """In bytes, with the description."""
-
-
-class _Share:
-    """What is saved to one node, a window at a time."""
-
-    def __init__(
-        self,
-        link: NodeLink,
-        writer: Writer,
-        namespace_id: int,
-        which: Sequence[int],
-        values: _Values,
-        checksums: bool,
-    ) -> None:
-        self.link = link
-        self.which = which
-        """The numbers of its keys in the call."""
-        self.results: list[PutResult | None] = []
-        """What became of the first of them; None as in `_Window`, as it is for the others."""
-        self.failure: PeerError | None = None
-        self._writer = writer
-        self._namespace_id = namespace_id
-        self._values = values
-        self._checksums = checksums
-        self._windows = in_batches(which, BATCH_KEYS_MAX, values.sizes.__getitem__, WINDOW_BYTES)
-        self._window: _Window | None = None
-
-    def begin(self) -> bool:
-        """Ask for the next window; False when there is none."""
-        window = None if self.failure is not None else next(self._windows, None)
-        if window is None:
-            return False
-        wants, datas, metas = _wants(self._values, window, self.link.inline_bytes, self._checksums)
-        self._window = _Window(self._writer, self._namespace_id, wants, datas, metas)
+def _straight(host: HostWriter, values: _Values, shares: Sequence[Share]) -> dict[int, PeerError]:
+    """Save a value that is alone: ask for a slot, copy, commit. Return why, if the node failed."""
+    ((link, which),) = shares
+    for attempt in range(1 + NO_SPACE_TRIES):
+        if attempt:
+            host.machine.sleep(NO_SPACE_WAIT_S * 2 ** (attempt - 1))
+        wants = _wants(values, which, link.inline_bytes)
+        granted = Grants()
         try:
-            self._window.begin()
+            try:
+                answers = link.reserve_later(wants, values.namespace_id, granted)()
+                written, outcomes = _write(link, values, which, answers)
+            finally:
+                granted.close()
+            for i, outcome in zip(written, outcomes(), strict=True):
+                values.results[i] = outcome
         except _GONE as e:
-            self.failure, self._window = e, None
-        return True
-
-    def finish(self, machine: Machine) -> None:
-        window = self._window
-        if window is None:
-            return
-        self.results += _with_patience(window, machine)
-        self.failure, self._window = window.failure, None
-
-    def close(self) -> None:
-        """Give back what is reserved, whatever ended the save."""
-        if self._window is not None:
-            self._window.close()
-
-
-def _with_patience(window: _Window, machine: Machine) -> list[PutResult | None]:
-    """Try again what found every slot reserved: reservations are short, and some were ours."""
-    results = window.finish()
-    for attempt in range(NO_SPACE_TRIES):
-        if NO_SPACE not in results:
+            return {0: e}
+        if values.results[0] is not NO_SPACE:
             break
-        again = [i for i, result in enumerate(results) if result is NO_SPACE]
-        if len(again) == len(results):
-            machine.sleep(NO_SPACE_WAIT_S * 2**attempt)
-        further = window.of(again)
-        for i, result in zip(again, further.run(), strict=True):
-            results[i] = result
-        window.failure = further.failure or window.failure
-    return results
+    return {}
 
 
-def _wants(
-    values: _Values, which: Sequence[int], inline_max: int, checksums: bool
-) -> tuple[Wants, Sequence[memoryview], Sequence[bytes]]:
-    """Return what is asked of the node for some of the values, and their bytes and descriptions."""
-    keys, sizes = picked(values.keys, which), picked(values.sizes, which)
-    datas, metas = picked(values.datas, which), picked(values.metas, which)
-    inline: list[bytes | None] | None = None
-    sums: int | list[int] = 0
-    if len(keys) == 1 or min(sizes) <= inline_max:
-        inline = _inline(datas, metas, inline_max)
-        if checksums:
+def _wants(values: _Values, which: Sequence[int], inline_max: int) -> Wants:
+    """Return what is asked of the node for some of the values; the small ones travel in it."""
+    check_wanted()  # what travels in the request is then stored
+    metas = [values.metas[i] for i in which]
+    wants = Wants(
+        [values.keys[i] for i in which],
+        sizes := [values.sizes[i] for i in which],
+        [values.kinds[i] for i in which],
+        list(map(len, metas)) if any(metas) else 0,
+    )
+    alone, room = len(which) == 1, INLINE_PART_BYTES
+    if alone or min(sizes) <= inline_max:
+        inline: list[bytes | None] = []
+        lone_max = inline_max * LONE_INLINE_FACTOR if alone else 0
+        for i, meta, size_bytes in zip(which, metas, sizes, strict=True):
+            data = values.datas[i]
+            small = size_bytes <= inline_max or 0 < data.nbytes <= lone_max
+            fits = small and size_bytes <= room
+            room -= size_bytes if fits else 0
+            inline.append(data.tobytes() + meta if fits else None)
+        wants.values = inline
+        if values.checksums:
             digest = xxhash.xxh3_64_intdigest
-            sums = [0 if value is None else digest(value) for value in inline]
-    lengths = list(map(len, metas)) if any(metas) else 0
-    wants = Wants(keys, sizes, picked(values.kinds, which), lengths, inline, sums)
-    return wants, datas, metas
+            wants.checksums = [0 if value is None else digest(value) for value in inline]
+    return wants
 
 
-def _inline(
-    datas: Sequence[memoryview], metas: Sequence[bytes], inline_max: int
-) -> list[bytes | None]:
-    """Return what travels in the request, None for what does not."""
-    values: list[bytes | None] = []
-    inline_room = INLINE_WINDOW_BYTES
-    lone_max = inline_max * LONE_INLINE_FACTOR if len(datas) == 1 else 0
-    for data, meta in zip(datas, metas, strict=True):
-        size_bytes = data.nbytes + len(meta)
-        small = size_bytes <= inline_max or 0 < data.nbytes <= lone_max
-        if small and size_bytes <= inline_room:
-            inline_room -= size_bytes
-            values.append(data.tobytes() + meta)
+def _write(
+    link: NodeLink, values: _Values, which: Sequence[int], answers: Sequence[ReserveAnswer]
+) -> tuple[Sequence[int], Later[PutResult]]:
+    """Copy into the slots that were granted and send the commit on its way. Return which of the
+    values it is for; what became of the others is noted."""
+    slots: list[Reservation] = []
+    written: list[int] = []
+    targets: list[memoryview] = []
+    sources: list[memoryview] = []
+    for i, answer in zip(which, answers, strict=True):
+        if not isinstance(answer, Reservation):
+            values.results[i] = answer
+            continue
+        slots.append(answer)
+        written.append(i)
+        buffer, data, meta = answer.buffer, values.datas[i], values.metas[i]
+        sources.append(data)
+        if meta:
+            targets += buffer[: data.nbytes], buffer[data.nbytes :]
+            sources.append(memoryview(meta))
         else:
-            values.append(None)
-    return values
+            targets.append(buffer)
+    if not slots:
+        return [], list
+    lengths = list(map(len, sources))
+    every: Sequence[int] = range(len(sources))
+    copies: Iterable[Sequence[int]] = [every]
+    if len(sources) > 1:
+        copies = in_batches(every, BATCH_KEYS_MAX, lengths.__getitem__, COPY_BYTES)
+    for some in copies:
+        batch_read.READER.copy_each([targets[n] for n in some], [sources[n] for n in some])
+        check_wanted()
+    return written, link.commit_later(slots)
 
 
-class _Window:
-    """What is reserved and saved together, in up to `PARTS` parts."""
+def _side_by_side(
+    host: HostWriter, values: _Values, shares: Sequence[Share]
+) -> dict[int, PeerError]:
+    """Save to each node its share, a part at a time: all are asked before any answer is waited for.
+    Return why, of those values whose node failed."""
+    saves = [_ShareSave(link, which, values, host.machine) for link, which in shares]
+    try:
+        left: list[_ShareSave] = []
+        for one, by in in_turn(saves, host.timeout_s, host.machine.monotonic):
+            # Of one alone nobody else needs the time.
+            with connecting(by) if len(saves) > 1 else nullcontext():
+                left += [one] * one.step()
+        while left:
+            left = [one for one in left if one.step()]
+    finally:
+        for one in saves:
+            one.close()
+    failed = [(one, i) for one in saves for i in one.which if values.results[i] is None]
+    return {i: one.failure for one, i in failed if one.failure is not None}
+
+
+class _ShareSave:
+    """Saves to one node, part by part; the next is asked for before one is written."""
 
     def __init__(
-        self,
-        writer: Writer,
-        namespace_id: int,
-        wants: Wants,
-        datas: Sequence[memoryview],
-        metas: Sequence[bytes],
+        self, link: NodeLink, which: Sequence[int], values: _Values, machine: Machine
     ) -> None:
-        self._writer = writer
-        self._namespace_id = namespace_id
-        self._wants = wants
-        self._datas = datas
-        self._metas = metas
-        self._results: list[PutResult | None] = [None] * len(wants.keys)
+        self.which = which
+        """The numbers of its values in the call."""
         self.failure: PeerError | None = None
+        self._link = link
+        self._values = values
+        self._machine = machine
+        self._attempt = 0
+        self._trying = which
+        self._left = self._divided(which)
         self._granted = Grants()
-        self._commits: list[tuple[Sequence[int], Later[PutResult]]] = []
-        self._parts = self._divided(wants)
-        self._ahead: Later[ReserveAnswer] | None = None
-        """The answer to what was asked for and is not written yet."""
+        self._asked: tuple[Sequence[int], int, Later[ReserveAnswer]] | None = None
+        """A part that is not written yet, its bytes, and the answer to come."""
+        self._committed: tuple[Sequence[int], Later[PutResult]] | None = None
 
-    def of(self, which: Sequence[int]) -> _Window:
-        """Return a new window, of some of the values of this one."""
-        wants = self._wants.of(which)
-        datas, metas = picked(self._datas, which), picked(self._metas, which)
-        return _Window(self._writer, self._namespace_id, wants, datas, metas)
+    def _divided(self, which: Sequence[int]) -> deque[tuple[Sequence[int], int]]:
+        """Return the parts, each with its bytes."""
+        parts: deque[tuple[Sequence[int], int]] = deque()
+        sizes = self._values.sizes
+        for window in in_batches(which, BATCH_KEYS_MAX, sizes.__getitem__, WINDOW_BYTES):
+            size_bytes = sum(map(sizes.__getitem__, window))
+            count = max(1, min(PARTS, len(window), size_bytes // PART_BYTES_MIN))
+            for part in in_batches(window, -(-len(window) // count)):
+                parts.append((part, sum(map(sizes.__getitem__, part))))
+        return parts
 
-    def run(self) -> list[PutResult | None]:
-        """`begin` and `finish`; raises nothing for a peer's fault."""
+    def step(self) -> bool:
+        """Ask for the next part, and write the one that was asked for before. False when nothing is
+        left."""
+        asked, self._asked = self._asked, None
         try:
-            self.begin()
+            if asked is None:
+                self._ask(0)
+            else:
+                which, size_bytes, answers = asked
+                granted = answers()
+                self._ask(size_bytes)
+                written = _write(self._link, self._values, which, granted)
+                before, self._committed = self._committed, written
+                self._note(before)
         except _GONE as e:
-            self.failure = e
-            return self._results
-        return self.finish()
-
-    def begin(self) -> None:
-        """Ask for the slots of the first part."""
-        check_wanted()  # small values travel in the request, and are then stored
-        self._ask(self._parts[0])
-
-    def _ask(self, part: range) -> None:
-        wants = self._wants.of(part)
-        self._ahead = self._writer.reserve_later(wants, self._namespace_id, self._granted)
-
-    def finish(self) -> list[PutResult | None]:
-        """Return what became of each; None where the node went away or hangs: what it may still
-        take is saved elsewhere too."""
+            self._failed(e)
+        if self._asked is not None or self._left:
+            return True
+        before, self._committed = self._committed, None
         try:
-            for part, following in zip_longest(self._parts, self._parts[1:]):
-                assert self._ahead is not None
-                ahead, self._ahead = self._ahead, None
-                answers = ahead()
-                if following is not None:
-                    self._ask(following)
-                self._write(part, answers)
+            self._note(before)
         except _GONE as e:
-            self.failure = e
-        finally:
-            self.close()
-        self._collect()
-        return self._results
+            self._failed(e)
+        return self._again()
+
+    def _ask(self, beside_bytes: int) -> None:
+        """Ask for the next part, if it may be reserved beside so many bytes."""
+        if self._left and (not beside_bytes or beside_bytes + self._left[0][1] <= WINDOW_BYTES):
+            which, size_bytes = self._left.popleft()
+            wants = _wants(self._values, which, self._link.inline_bytes)
+            namespace_id = self._values.namespace_id
+            answers = self._link.reserve_later(wants, namespace_id, self._granted)
+            self._asked = which, size_bytes, answers
+
+    def _note(self, committed: tuple[Sequence[int], Later[PutResult]] | None) -> None:
+        if committed is not None:
+            which, outcomes = committed
+            for i, outcome in zip(which, outcomes(), strict=True):
+                self._values.results[i] = outcome
+
+    def _failed(self, error: PeerError) -> None:
+        """Leave the rest to other nodes."""
+        self.failure = error
+        self._left.clear()
+        self.close()
+        self._granted = Grants()
+
+    def _again(self) -> bool:
+        """Try again what found every slot reserved: reservations are short, and some were ours."""
+        results = self._values.results
+        again = [i for i in self._trying if results[i] is NO_SPACE]
+        if not again or self._attempt == NO_SPACE_TRIES:
+            return False
+        if len(again) == len(self._trying):
+            self._machine.sleep(NO_SPACE_WAIT_S * 2**self._attempt)
+        self._attempt += 1
+        for i in again:
+            results[i] = None
+        self._trying, self._left = again, self._divided(again)
+        return True
 
     def close(self) -> None:
         """Give back what was asked for and not committed."""
-        ahead, self._ahead = self._ahead, None
+        asked, self._asked = self._asked, None
         try:
-            if ahead is not None:
+            if asked is not None:
                 with suppress(PeerError):
-                    ahead()
+                    asked[2]()
         finally:
             self._granted.close()
-
-    @staticmethod
-    def _divided(wants: Wants) -> list[range]:
-        count, values, sizes = len(wants.keys), wants.values, wants.each_size()
-        if sum(sizes) < 2 * PART_BYTES_MIN:
-            return [range(count)]
-        if values is not None:
-            sizes = [size for size, value in zip(sizes, values, strict=True) if value is None]
-        parts = max(1, min(PARTS, count, sum(sizes) // PART_BYTES_MIN))
-        step = -(-count // parts)
-        return [range(i, min(i + step, count)) for i in range(0, count, step)]
-
-    def _write(self, part: range, answers: Sequence[ReserveAnswer]) -> None:
-        """Copy into what was granted and send the commit on its way."""
-        places, slots = self._slots(part, answers)
-        if not slots:
-            return
-        datas, metas = picked(self._datas, places), picked(self._metas, places)
-        sizes = [len(r.buffer) for r in slots]
-        every = range(len(slots))
-        for some in in_batches(every, BATCH_KEYS_MAX, sizes.__getitem__, COPY_BYTES):
-            _fill(picked(datas, some), picked(metas, some), picked(slots, some))
-            check_wanted()
-        self._commits.append((places, self._writer.commit_later(slots)))
-
-    def _slots(
-        self, part: range, answers: Sequence[ReserveAnswer]
-    ) -> tuple[Sequence[int], Sequence[Reservation]]:
-        """Return which have a slot to be written to, and what it is; the others' results are
-        noted."""
-        slots = [answer for answer in answers if isinstance(answer, Reservation)]
-        if len(slots) == len(answers):
-            return part, slots
-        for i, answer in zip(part, answers, strict=True):
-            self._results[i] = None if isinstance(answer, Reservation) else answer
-        return [i for i in part if self._results[i] is None], slots
-
-    def _collect(self) -> None:
-        for places, outcomes in self._commits:
-            try:
-                for i, outcome in zip(places, outcomes(), strict=True):
-                    self._results[i] = outcome
-            except _GONE as e:
-                self.failure = e
-
-
-def _fill(
-    datas: Sequence[memoryview], metas: Sequence[bytes], slots: Sequence[Reservation]
-) -> None:
-    """Copy each value over its slot, which is as large as it is with its description."""
-    targets, sources = [slot.buffer for slot in slots], list(datas)
-    if any(metas):
-        for i, (data, meta) in enumerate(zip(datas, metas, strict=True)):
-            if meta:
-                slot, targets[i] = targets[i], targets[i][: data.nbytes]
-                targets.append(slot[data.nbytes :])
-                sources.append(memoryview(meta))
-    batch_read.READER.copy_each(targets, sources)

@@ -1,17 +1,17 @@
 """Saves values of callers to nodes of this host or another, and says what was there already.
 
 What becomes of the bytes on the way is put_pipeline.py's business, on this host, and
-remote/writer.py's where there is no node.
+nodes/saving/remote_writer.py's where there is no node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvstore.client.payloads.tensors import Payload
 from kvstore.client.session import BlockSession
-from kvstore.client.values.existing import drop_remote, others_elsewhere, told_apart
+from kvstore.client.values.existing import others_elsewhere, told_apart
 from kvstore.client.values.put_pipeline import check_wanted, save
-from kvstore.client.values.tensors import Payload
 from kvstore.errors import NodeUnavailableError, NoSpaceError, PeerError
 from kvstore.limits import REPLACE_TRIES
 from kvstore.transport.stream.requests import SavePayload
@@ -112,7 +112,7 @@ class ValueSaver:
                 else:
                     self._reader.forget(key)
                     part_s = max(left_s / max(len(nodes), 1), min(left_s, DROP_PART_S_MIN))
-                    drop_remote(self._session.remote, key, location, began + part_s)
+                    self._session.remote.drop(key, location, began + part_s)
             except PeerError as e:
                 if location is not None:
                     nodes.discard(location.node_id)

@@ -1,1 +1,1 @@
-"""Keeps the memory of one node: who has which extent, for how long, and what goes for a new one."""
+"""Keeps the memory of one node: who has which extent, for how long, and what is evicted."""

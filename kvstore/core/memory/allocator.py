@@ -1,4 +1,4 @@
-"""Divides one segment: which extent is whose, and which blocks go when none is large enough.
+"""Divides one segment: which extent is whose, and which blocks are evicted when none fits.
 
 A segment is a run of pages. A slot is an extent of it that begins in the page of its number
 and takes what its value needs (granules.py). Each granule is free (space.py) or of one slot,
@@ -10,7 +10,8 @@ Placement: best fit. Large values come from the lower end of an extent, small on
 the upper end: those that live beside each other are alike, and leave holes for the like.
 
 Eviction, when nothing fits: the cheapest window of neighbouring free and evictable extents that
-holds the request, around any of the coldest `COLD_TRIED` blocks. Cost is the bytes of live blocks
+holds the request, around any of the coldest `COLD_TRIED` blocks, the coldest of the request's own
+size before them. Cost is the bytes of live blocks
 in it, each times how much later than the coldest the policy would have it go, so the coldest costs
 nothing, however large; bytes decide between windows that are as cold. A window ends at what is
 reserved, pinned or retained. When such slots shut all of those blocks in, the window is that of the
@@ -27,7 +28,7 @@ What follows:
 - in no order of requests more is evicted at a time than the request and one block;
 - what is pinned or reserved holds its own extent and nothing around it.
 
-A bound for orders that an adversary chooses, without eviction: with values of `least` to
+A bound for orders that an adversary chooses, without eviction: with values of `min_uses` to
 `most` bytes a value of `most` can be refused for the first time when every hole is just
 smaller than it, each between two of the smallest: from `least / (least + most)` of the
 bytes on (Robson's bound is no better for allocators that do not move). Then one window is
@@ -58,20 +59,23 @@ from kvstore.limits import (
 )
 
 LOOKED_FIRST = 1 << 8
-"""Extents that are looked at for a window where retained blocks could move instead; 2 ms."""
+"""Extents that are searched for a window where retained blocks could move instead; 2 ms."""
 LOOKED_ENOUGH = 1 << 12
-"""Extents after which no further window is looked for when there is one: a value may take the place
-of thousands of small blocks."""
+"""Extents after which the search ends once a window was found: a value may take the place of
+thousands of small blocks."""
 LOOKED_MAX = 1 << 16
-"""Extents that are looked at for one window: at 2 us each, the node's loop answers nobody for so
-long. Many more than the first few only where pins or reservations shut nearly all blocks in."""
+"""Extents that are searched for one window, at 2 us each; the node's loop answers nobody meanwhile.
+The search goes beyond the first few only where pins or reservations shut nearly all blocks in."""
+ALIKE_TRIED = 1 << 8
+"""Blocks that are searched, coldest first, for one of the request's size: in its place the request
+fits without evicting a neighbour. The search takes 20 us when there is none."""
 LATER = 1 << 40
-"""What a granule costs for each step (with LRU, each use) between the coldest block and its own.
-Granules as such cost one: they decide between windows that are as cold."""
+"""Cost of a granule for each step (with LRU, each use) between the coldest block and its own. A
+granule by itself costs one, which decides between equally cold windows."""
 SMALL_PART = 1024
-"""A value smaller than such a part of the segment counts as small."""
+"""A value smaller than this part of the segment counts as small."""
 MOVE_COSTS = 128
-"""A block that is moved costs this besides its size: a header, a record, a publication."""
+"""Cost of moving a block besides its size: a header, a record, a publication."""
 _SIZE = attrgetter("size")
 
 
@@ -89,23 +93,23 @@ class Allocator:
         self.capacity_bytes = size_bytes
         self.value_bytes_max = min(size_bytes, VALUE_BYTES_MAX)
         self.evicts = True
-        """False: blocks go only when somebody frees them; without room there is none."""
+        """False: blocks leave only when somebody frees them, and a full segment takes nothing."""
         self._space = Space(size_bytes // GRANULE_BYTES)
         self._slots: dict[int, Slot] = {}
         self._ends: dict[int, Slot] = {}
         """Slots by the granule after their last one."""
         self._spares: list[Slot] = []
-        """Freed last, and of one size: FREE, and not part of `_space` yet."""
+        """Slots of one size that were freed last: FREE, and not part of `_space` yet."""
         self._small = size_bytes // GRANULE_BYTES // SMALL_PART
         self._evictable = policy()
         self._tick = 0
         self._shut_in: set[int] = set()
-        """Slots around which there is no window of `_shut_in_size` granules: nor is there until one
-        that may not go now may, or is free."""
+        """Slots around which there is no window of `_shut_in_size` granules. They are forgotten
+        when a slot becomes evictable or free."""
         self._shut_in_size = 0
         self.used_below = 0
         self.used_from = self._space.size
-        """From the one to the other no granule was ever used."""
+        """Between `used_below` and this granule none was ever used."""
 
     @property
     def free_bytes(self) -> int:
@@ -115,16 +119,16 @@ class Allocator:
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest value, about, that finds room without an eviction."""
+        """Return about the largest value that finds room without an eviction."""
         spare = self._spares[0].size if self._spares else 0
         return max(self._space.largest, spare) * GRANULE_BYTES
 
     def slot(self, slot_id: int) -> Slot | None:
-        """The slot that begins in that page."""
+        """Return the slot that begins in that page."""
         return self._slots.get(slot_id)
 
     def slots(self) -> Collection[Slot]:
-        """All slots that `slot` may return, in no order; those freed last may be FREE."""
+        """Return all slots that `slot` may return, in no order; those freed last may be FREE."""
         return self._slots.values()
 
     def may_go(self, slot: Slot) -> bool:
@@ -132,15 +136,15 @@ class Allocator:
         return slot.slot_id in self._evictable.coldest()
 
     def begins(self, now: float) -> None:
-        """An event begins, at a time of the node's clock: it tells the policy."""
+        """Tell the policy that an event begins, at a time of the node's clock."""
         self._evictable.begins(now)
 
     # --- taking ---------------------------------------------------------------
 
     def take(self, length: int, count: int = 1) -> list[Slot]:
-        """FREE slots for as many values of `length` bytes each as find room side by side, up to
-        `count`; none when not one fits without an eviction. They are where they would be if they
-        were taken one by one."""
+        """Return FREE slots for up to `count` values of `length` bytes each, as many as find room
+        side by side. The list is empty when not one fits without an eviction. The slots are those
+        that would be taken one by one."""
         size = granules_of(length)
         spares = self._spares
         if spares and spares[0].size == size:
@@ -178,27 +182,29 @@ class Allocator:
         self._space.give(slot.start, slot.size)
 
     def became_busy(self, slot: Slot) -> None:
-        """Pinned or retained: not evictable."""
+        """Take the slot, which was pinned or retained, from the evictable ones."""
         self._evictable.remove(slot)
 
-    def became_evictable(self, *slots: Slot, least: int = 1, run: bool = False) -> int:
-        """Sealed, or sealed and no longer pinned or retained, one after the other. Those that are
-        retained still are not. `least` and what is returned are as in `EvictionPolicy`; of a
-        `run`, whose end comes first, each block hands them to the next."""
+    def became_evictable(self, *slots: Slot, min_uses: int = 1, run: bool = False) -> int:
+        """Make slots evictable that were sealed, or are no longer pinned or retained. Retained ones
+        count as used but stay unevictable. `min_uses` and the result are as in `EvictionPolicy`.
+        With `run`, `slots` begin with the end of a run, and each block passes its uses on to the
+        next."""
         if slots:
             self._shut_in.clear()
-        policy, uses = self._evictable, least
+        policy, uses = self._evictable, min_uses
         for slot in slots:
             self._tick += 1
             slot.last_use = self._tick
             hold = policy.touch if slot.kept_until else policy.insert
-            uses = hold(slot, least)
+            uses = hold(slot, min_uses)
             if run:
-                least = uses
+                min_uses = uses
         return uses
 
     def became_free(self, *slots: Slot) -> None:
-        """Aborted, evicted, dropped or unpinned after they were dropped, at once."""
+        """Free the slots at once, whether they were aborted, evicted, dropped, or unpinned after a
+        drop."""
         self._join_spares()
         for slot in slots:
             if not self._evictable.remove(slot):
@@ -208,14 +214,16 @@ class Allocator:
                 self._join_spares()
             self._spares.append(slot)
 
-    def used(self, slot: Slot, least: int = 1) -> int:
-        """A reader used the block; `least` and what is returned are as in `EvictionPolicy`."""
+    def used(self, slot: Slot, min_uses: int = 1) -> int:
+        """Note that a reader used the block. `min_uses` and the result are as in
+        `EvictionPolicy`."""
         self._tick += 1
         slot.last_use = self._tick
-        return self._evictable.touch(slot, least)
+        return self._evictable.touch(slot, min_uses)
 
     def evicted(self, slots: Iterable[Slot]) -> None:
-        """Those are about to become free because their room is needed: it tells the policy."""
+        """Tell the policy that these slots are about to become free because their room is
+        needed."""
         self._evictable.evicted(slots)
 
     # --- moving retained blocks ---------------------------------------------------
@@ -245,7 +253,8 @@ class Allocator:
         return [slot for slot in slots if not slot.kept_until], moves
 
     def take_over(self, place: Slot, size: int) -> Slot:
-        """A slot of `size` granules where one begins that became free last, and is no smaller."""
+        """Return a slot of `size` granules at the start of `place`, the slot freed last, which is
+        no smaller."""
         freed = self._spares.pop()
         assert freed is place
         del self._slots[place.slot_id]
@@ -257,14 +266,14 @@ class Allocator:
     # --- making room ------------------------------------------------------------
 
     def victims(self, length: int, count: int = 1, look: int = LOOKED_MAX) -> list[Slot]:
-        """Slots whose blocks must go so that `take` finds room for one value of `length` bytes, or
-        for up to `count` where each takes the place of one block; none when nothing that may go
-        would be enough, or nothing may, as far as a look at so many extents tells. The caller
-        frees all of them."""
+        """Return the slots whose blocks the caller must free so that `take` finds room for one
+        value of `length` bytes, or for up to `count` if each takes the place of one block. The list
+        is empty when nothing evictable would be enough, as far as a search of `look` extents
+        tells."""
         return self.in_the_way(length, count, look) if self.evicts else []
 
     def in_the_way(self, length: int, count: int = 1, look: int = LOOKED_MAX) -> list[Slot]:
-        """`victims`, whether or not anything is evicted here."""
+        """Return what `victims` returns, also where nothing is evicted (VRAM)."""
         size = granules_of(length)
         self._join_spares()
         alike = list(takewhile(lambda slot: slot.size == size, islice(self.coldest(), count)))
@@ -277,7 +286,10 @@ class Allocator:
             self._shut_in.clear()
         self._shut_in_size = size
         cost = self._evictable.costs(first, LATER)
-        windows = self._windows(self.coldest(), size, cost, _may_go, self._shut_in, look)
+        # The coldest of its size is tried too: around colder, smaller ones may lie what is in use.
+        same_size = (slot for slot in islice(self.coldest(), ALIKE_TRIED) if slot.size == size)
+        blocks = chain(islice(same_size, 1), self.coldest())
+        windows = self._windows(blocks, size, cost, _may_go, self._shut_in, look)
         window = cheapest(windows)
         return [] if window is None else window.slots
 
@@ -294,9 +306,10 @@ class Allocator:
         shut_in: set[int],
         look: int,
     ) -> Iterator[Window | None]:
-        """The cheapest window around each block; None where slots to which `may` says no leave
-        none, of which `shut_in` takes note, and for a block that lies in what was looked at around
-        another. Ends when `look` extents were looked at, or `LOOKED_ENOUGH` where there is one."""
+        """Yield the cheapest window around each block; None where slots to which `may` says no
+        leave none, of which `shut_in` takes note, and for a block that lies in what was looked at
+        around another. Ends when `look` extents were looked at, or `LOOKED_ENOUGH` where there is
+        one."""
         seen: set[int] = set()
         looked = 0
         for block in blocks:
@@ -315,8 +328,8 @@ class Allocator:
                 yield window
 
     def _around(self, seed: Extent, size: int, may: Callable[[Slot], bool]) -> list[Extent]:
-        """`seed` and its neighbours on both sides, as far as a window with it can reach and `may`
-        says yes to what is there."""
+        """Return `seed` and its neighbours on both sides, as far as a window around it can reach
+        and `may` allows."""
         reach = size + PAGE
         before: list[Extent] = []
         at = seed.start
@@ -344,8 +357,8 @@ class Allocator:
     # --- what is there ------------------------------------------------------------
 
     def extents(self) -> Iterator[Extent]:
-        """All of the segment, in the order of its bytes. Raises `InternalError` when a granule is
-        in none or in two."""
+        """Return all extents of the segment in the order of their bytes. Raises `InternalError`
+        when a granule is in none or in two."""
         at = 0
         while at < self._space.size:
             free = self._space.at(at)
@@ -384,14 +397,13 @@ class Allocator:
         self.used_below, self.used_from = below, from_
 
     def restored(self, slots: Iterable[Slot]) -> None:
-        """Those slots from `restore` that may be evicted have their state, least recently used
-        first."""
+        """Make those slots of `restore` evictable that may be, least recently used first."""
         for slot in slots:
             self.became_evictable(slot)
 
 
 def move_cost(slot: Slot) -> int:
-    """The cost of moving a retained block, in granules; others are evicted."""
+    """Return the cost of moving a retained block, in granules; others are evicted."""
     return slot.size + MOVE_COSTS if slot.kept_until else slot.size
 
 

@@ -22,33 +22,34 @@ class EvictionPolicy(Protocol):
     same blocks one by one would leave.
 
     A run is walked from its end: `insert` and `touch` take how often the block behind was used, and
-    return that of this one, for the block before it. `least` is 1 for a block of no run, and for
+    return that of this one, for the block before it. `min_uses` is 1 for a block of no run, and for
     the end of one.
     """
 
     def begins(self, now: float) -> None:
-        """An event begins, at a time of the node's clock."""
+        """Begin an event, at a time of the node's clock."""
         ...
 
-    def insert(self, slot: Slot, least: int) -> int:
-        """A slot became evictable, and goes after all others. With a `least` of 0 nobody used it:
-        what kept it ended."""
+    def insert(self, slot: Slot, min_uses: int) -> int:
+        """Take in a slot that became evictable, as the last to be evicted. A `min_uses` of 0 means
+        that nobody used it: what kept it ended."""
         ...
 
-    def touch(self, slot: Slot, least: int) -> int:
-        """A slot was used. One that is not held is not held then either."""
+    def touch(self, slot: Slot, min_uses: int) -> int:
+        """Note that a slot was used. A slot that is not held here does not become held by it."""
         ...
 
     def remove(self, slot: Slot) -> bool:
-        """A slot is evictable no more; False when it was not. It may come back by `insert`."""
+        """Take out a slot that is no longer evictable; False when it was not held. `insert` may
+        bring it back."""
         ...
 
     def evicted(self, slots: Iterable[Slot]) -> None:
-        """Blocks are about to go because space is needed, and are not removed yet."""
+        """Note that blocks are about to be evicted for room; `remove` follows."""
         ...
 
     def coldest(self) -> Iterator[int]:
-        """Ids of all slots, the one to evict first first; good until the next operation."""
+        """Return the ids of all slots in eviction order; valid until the next operation."""
         ...
 
     def costs(self, coldest: Slot, later: int) -> Callable[[Slot], int]:
@@ -69,26 +70,26 @@ class LRU:
         self._order: OrderedDict[int, None] = OrderedDict()
 
     def begins(self, now: float) -> None:
-        """Nothing depends on the time."""
+        """Do nothing: this order does not depend on time."""
 
-    def insert(self, slot: Slot, least: int) -> int:
+    def insert(self, slot: Slot, min_uses: int) -> int:
         order, slot_id = self._order, slot.slot_id
         order[slot_id] = None
         order.move_to_end(slot_id)
-        return least
+        return min_uses
 
-    def touch(self, slot: Slot, least: int) -> int:
+    def touch(self, slot: Slot, min_uses: int) -> int:
         order, slot_id = self._order, slot.slot_id
         if slot_id in order:
             order.move_to_end(slot_id)
-        return least
+        return min_uses
 
     def remove(self, slot: Slot) -> bool:
         slot_id = slot.slot_id
         return self._order.pop(slot_id, slot_id) is None
 
     def evicted(self, slots: Iterable[Slot]) -> None:
-        """Nothing of them is remembered."""
+        """Do nothing: this policy remembers no evicted block."""
 
     def coldest(self) -> Iterator[int]:
         return iter(self._order)

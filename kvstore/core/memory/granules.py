@@ -1,4 +1,4 @@
-"""Computes how much of a segment a value takes: so much that internal waste stays under 25%.
+"""Computes how much of a segment a value takes; internal waste stays under 25%.
 
 All of it is counted in granules. From `PAGED` on a value takes whole pages, aligned to
 them. Below it takes whole granules, and at least a page: so no two slots begin in the same
@@ -13,11 +13,12 @@ GRANULE_BYTES = 1 << 10
 PAGE = SLOT_BYTES_MIN // GRANULE_BYTES
 """Granules of a page, which has one header."""
 PAGED = 4 * PAGE
-"""Values up to so many granules take no more of them than they need."""
+"""Values up to this many granules take no more of them than they need."""
 
 
 def granules_of(length: int) -> int:
-    """Granules that a value of `length` bytes takes; one of no bytes takes a page as well."""
+    """Return the granules that a value of `length` bytes takes; an empty value takes a page as
+    well."""
     size = -(-length // GRANULE_BYTES)
     if size <= PAGED:
         return size if size > PAGE else PAGE
@@ -25,14 +26,12 @@ def granules_of(length: int) -> int:
 
 
 def aligned(size: int) -> bool:
-    """Return whether a slot of so many granules, as `granules_of` counts, begins where a page
-    does."""
+    """Return whether a slot of this size, as `granules_of` counts, begins where a page does."""
     return size >= PAGED
 
 
 def within(page: int, granule: int, size: int, size_bytes: int) -> bool:
-    """Return whether a slot can begin with that granule of that page, in a segment of so many
-    bytes."""
+    """Return whether a slot can begin with that granule of that page, in a segment of this size."""
     return (
         0 <= granule < PAGE
         and not (granule and aligned(size))

@@ -6,7 +6,7 @@ themselves: a fixed one is a trap (docs/decisions/0092). Who has left is remembe
 (`Ghosts`), so that a block that comes back does not begin anew.
 
 Blocks are of use as prefixes alone, so a block never counts as used less often than the one behind
-it: `least`, which whoever walks a run from its end carries along. Anything that forgets single
+it: `min_uses`, which whoever walks a run from its end carries along. Anything that forgets single
 blocks, or draws lots, punches holes into prefixes.
 
 What the event at hand has used stands in a list of its own, as if used most often, and joins the
@@ -26,36 +26,39 @@ from kvstore.core.memory.slots import Slot
 from kvstore.types import TAG_BYTES, Key
 
 USES_MAX = 8
-"""More uses count as so many."""
+"""The highest number of uses that counts."""
 STEP = 4
-"""Head starts are in such parts of the gap."""
+"""Parts of a gap in which head starts are counted."""
 FRESH = 0
-"""The list of what the event at hand has used; the others have the number of uses."""
+"""Number of the list of blocks that the event at hand has used; the other lists have the number of
+uses."""
 HEADS = tuple(round(1.5 * STEP * log2(uses)) for uses in (USES_MAX, *range(1, USES_MAX + 1)))
 """The head start of each list."""
 SAME_USE_S = 1.0
-"""Uses within so long are one: a request is several messages, and may name a block in each."""
+"""Uses within this time count as one: a request is several messages, and may name a block in
+each."""
 LEARNED_USES_MAX = 5
-"""Gaps after so many uses at most are learned from: what all prompts begin with is used all the
-time, and says nothing of others."""
+"""Gaps are learned from blocks with at most this many uses. What all prompts begin with is used all
+the time and says nothing of other blocks."""
 GAP_FIRST_S, GAP_MAX_S = 100.0, 3600.0
-"""The gap until one was learned, and the longest that it may be. None is shorter than a use."""
+"""The gap until one was learned, and the longest gap. None is shorter than `SAME_USE_S`."""
 LEARN_EVERY = 256
-"""Gaps between two looks at the median."""
+"""Gaps that are learned between two computations of the median."""
 GAPS_COUNTED_MAX = 4096
-"""Beyond, those that were learned count half."""
+"""Above this number, the gaps learned so far count half."""
 GAP_BUCKETS = 40
-"""Half octaves from a second on; the last has what is longer than six days, too."""
+"""Buckets of half an octave from a second on; the last one also has gaps longer than six days."""
 TICKS = 1024
-"""Of blocks that go within the same millisecond, so many uses are told apart."""
+"""Uses that are told apart among blocks that go within the same millisecond."""
 
 GHOSTS = 8
-"""Words a block, at least."""
+"""Ghost words per block, at least."""
 GHOST_WORDS_FIRST = 1 << 9
 GHOST_WORDS_MAX = 1 << 24
-"""Of 4 bytes: those of two million blocks. With more blocks each has fewer."""
+"""The largest number of ghost words, of 4 bytes: those of two million blocks. With more blocks each
+has fewer."""
 GHOST_S = 1 << 14
-"""Seconds that ghosts tell apart."""
+"""Seconds after which the time in a ghost repeats."""
 GHOST_USES_MAX = 4
 _DIGEST_END = TAG_BYTES + 8
 
@@ -78,19 +81,22 @@ class Ghosts:
         return len(self._words)
 
     def hold(self, blocks: int) -> None:
-        """Have room for the ghosts of a store of so many blocks."""
+        """Make room for the ghosts of a store of this many blocks."""
         while len(self._words) < min(GHOSTS * blocks, GHOST_WORDS_MAX):
             self._words += self._words
 
     def note(self, key: Key, used_at: float, uses: int) -> None:
-        """A block left: of 64 bits of its digest 16 are in the word, the lower ones its place."""
+        """Remember a block that left: 16 bits of its digest are in the word, lower bits give its
+        place."""
         bits = int.from_bytes(key[TAG_BYTES:_DIGEST_END], "little")
-        said = int(used_at) % GHOST_S << 2 | (uses if uses < GHOST_USES_MAX else GHOST_USES_MAX) - 1
-        self._words[bits & len(self._words) - 1] = (bits >> 48 or 1) << 16 | said
+        low_bits = (
+            int(used_at) % GHOST_S << 2 | (uses if uses < GHOST_USES_MAX else GHOST_USES_MAX) - 1
+        )
+        self._words[bits & len(self._words) - 1] = (bits >> 48 or 1) << 16 | low_bits
 
     def find(self, key: Key, now: float) -> tuple[int, int] | None:
-        """Return how often a block that left was used, and how many seconds ago; None when nobody
-        knows."""
+        """Return the uses of a block that left, and how many seconds ago it was used; None when it
+        is not remembered."""
         bits = int.from_bytes(key[TAG_BYTES:_DIGEST_END], "little")
         word = self._words[bits & len(self._words) - 1]
         if word >> 16 != (bits >> 48 or 1):
@@ -109,7 +115,7 @@ class Gaps:
         self.typical_s = GAP_FIRST_S
 
     def learn(self, gap_s: float) -> None:
-        """A block was used again after so long, a second at least."""
+        """Learn from a block that was used again after `gap_s`, at least a second."""
         self._counts[min(int(2 * log2(gap_s)), GAP_BUCKETS - 1)] += 1
         self._new += 1
 
@@ -136,7 +142,7 @@ class HeadStart:
 
     def __init__(self) -> None:
         self._lists: list[OrderedDict[Key, Slot]] = [OrderedDict() for _ in HEADS]
-        """Of each number of uses, those used least recently first."""
+        """Blocks by their number of uses, each list in the order of last use."""
         self._ghosts = Ghosts()
         self._gaps = Gaps()
         self._now = 0.0
@@ -152,20 +158,20 @@ class HeadStart:
             self._ghosts.hold(sum(map(len, lists)))
         self._gaps.look()
 
-    def insert(self, slot: Slot, least: int) -> int:
+    def insert(self, slot: Slot, min_uses: int) -> int:
         if slot.uses:
             self.remove(slot)
-            uses = self._used(slot, least) if least else slot.uses
+            uses = self._used(slot, min_uses) if min_uses else slot.uses
         else:
-            uses = min(max(self._uses_before(slot) + 1, least), USES_MAX)
+            uses = min(max(self._uses_before(slot) + 1, min_uses), USES_MAX)
             slot.uses, slot.counted_at = uses, self._now
         slot.placed_at = self._now
         self._lists[FRESH][slot.key] = slot
         return uses
 
     def _uses_before(self, slot: Slot) -> int:
-        """Of a block that is new here: it counts as used once more than it was for having left,
-        because it would not have, had it been known."""
+        """Return the uses that a block had before it was evicted, plus one. It would not have left,
+        had its uses been known, so it counts as used once more."""
         ghost = self._ghosts.find(slot.key, self._now)
         if ghost is None:
             return 0
@@ -175,10 +181,10 @@ class HeadStart:
             self._gaps.learn(gap_s)
         return uses + 1
 
-    def touch(self, slot: Slot, least: int) -> int:
+    def touch(self, slot: Slot, min_uses: int) -> int:
         uses, key, now = slot.uses, slot.key, self._now
         if not uses:
-            return least
+            return min_uses
         fresh = self._lists[FRESH]
         if fresh.get(key) is slot:
             fresh.move_to_end(key)
@@ -188,11 +194,11 @@ class HeadStart:
                 del order[key]
                 fresh[key] = slot
         slot.placed_at = now
-        if uses < least or now - slot.counted_at >= SAME_USE_S:
-            return self._used(slot, least)
+        if uses < min_uses or now - slot.counted_at >= SAME_USE_S:
+            return self._used(slot, min_uses)
         return uses
 
-    def _used(self, slot: Slot, least: int) -> int:
+    def _used(self, slot: Slot, min_uses: int) -> int:
         """Count a use, of a slot that is not in the list of its uses."""
         uses, since_s = slot.uses, self._now - slot.counted_at
         if since_s >= SAME_USE_S:
@@ -200,7 +206,7 @@ class HeadStart:
                 self._gaps.learn(since_s)
             uses += 1
             slot.counted_at = self._now
-        slot.uses = uses = min(max(uses, least), USES_MAX)
+        slot.uses = uses = min(max(uses, min_uses), USES_MAX)
         return uses
 
     def remove(self, slot: Slot) -> bool:

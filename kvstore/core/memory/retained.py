@@ -26,9 +26,9 @@ from kvstore.types import Retained
 
 FOREVER = float("inf")
 ENDED_AT_ONCE_MAX = 1024
-"""Retentions that one event ends: about 5 ms."""
+"""Retentions that one event ends, at most: about 5 ms."""
 ENDS_SPARE = 64
-"""Entries of the heap that may be out of date beside as many as slots are retained."""
+"""Outdated entries that the heap may have beyond the number of retained slots."""
 
 
 class Retentions:
@@ -42,20 +42,20 @@ class Retentions:
         self._slots: dict[int, Slot] = {}
         self._by_tenant: dict[int, int] = {}
         self._ends: list[tuple[int, int]] = []
-        """A heap of (second, slot id); what a slot says itself counts."""
+        """A heap of (second, slot id). An entry counts only if the slot has the same second."""
         self.bytes = 0
-        """Of the segment, in retained slots."""
+        """Bytes of the segment in retained slots."""
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
     def next_end(self) -> float:
-        """No retention ends before that second of the node's clock."""
+        """Return the second of the node's clock before which no retention ends."""
         return self._ends[0][0] if self._ends else FOREVER
 
     def refusal(self, slot: Slot, tenant: int) -> Retained | None:
-        """Why `slot` cannot be retained for `tenant` besides what is; None when it can."""
+        """Return why `slot` cannot be retained for `tenant` besides what is; None when it can."""
         size_bytes = slot.size * GRANULE_BYTES
         if self.bytes + size_bytes > self._most:
             return Retained.NODE_BUDGET
@@ -97,8 +97,8 @@ class Retentions:
         slot.kept_until = slot.tenant = 0
 
     def over(self, now: float) -> list[Slot]:
-        """The slots whose time is over, `ENDED_AT_ONCE_MAX` of them at most; still retained, until
-        they are removed."""
+        """Return the slots whose time is over, `ENDED_AT_ONCE_MAX` of them at most; still retained,
+        until they are removed."""
         ended: dict[int, Slot] = {}
         while self._ends and self._ends[0][0] <= now and len(ended) < ENDED_AT_ONCE_MAX:
             until_s, slot_id = heappop(self._ends)

@@ -12,14 +12,14 @@ from kvstore.types import Key
 
 
 class SlotState(enum.IntEnum):
-    """The state of a slot. A header can say the first three; DOOMED only the node knows."""
+    """The state of a slot. A header can show the first three; only the node knows DOOMED."""
 
     FREE = 0
     RESERVED = 1
-    """One writer's own; rule 5 says until when."""
+    """It belongs to one writer; rule 5 says until when."""
     SEALED = 2
     DOOMED = 3
-    """Dropped while pinned: readers see FREE, but the bytes stay until the last unpin."""
+    """It was dropped while pinned: readers see FREE, but the bytes stay until the last unpin."""
 
 
 class SlotEvent(enum.IntEnum):
@@ -41,7 +41,7 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.SEALED, SlotEvent.DOOM): SlotState.DOOMED,
     (SlotState.DOOMED, SlotEvent.UNPIN): SlotState.FREE,
 }
-"""Every transition there is; anything else is our bug."""
+"""All transitions; any other is our bug."""
 
 _NEXT = tuple(tuple(TRANSITIONS.get((s, e)) for s in SlotState) for e in SlotEvent)
 """The same by position, the event first: looking up a pair of enums takes a microsecond, three
@@ -65,9 +65,11 @@ class Slot:
         "meta_length",
         "namespace_id",
         "offset",
+        "on_disk",
         "pins",
         "placed_at",
         "published",
+        "read",
         "record",
         "reserved_at",
         "size",
@@ -81,7 +83,7 @@ class Slot:
     )
 
     def __init__(self, start: int, size: int) -> None:
-        """An extent of `size` granules (granules.py) from number `start` of its segment."""
+        """Make an extent of `size` granules (granules.py) from number `start` of its segment."""
         self.start = start
         self.size = size
         self.slot_id = start // PAGE
@@ -98,36 +100,42 @@ class Slot:
         self.checksum = 0
         self.pins = 0
         self.last_use = 0
-        """Allocator ticks, not time."""
+        """Ticks of the allocator, not time."""
         self.record = b""
-        """What the index says about it; set when sealed."""
+        """The record for the index; set when sealed."""
         self.published = False
         """The index may hold `record`."""
         self.former_epoch = 0
-        """Of the start that sealed it, if not this one: the index may hold a record of then."""
+        """Epoch of the start that sealed it, if not this one: the index may hold a record of that
+        epoch."""
         self.reserved_at = 0.0
-        """Of the node's clock; 0 when a former start granted it."""
+        """Time on the node's clock; 0 when a former start granted it."""
         self.used_at = 0.0
-        """The same; 0 when nobody has used it since that start."""
+        """Time on the node's clock; 0 when nobody has used it since that start."""
+        self.read = False
+        """Whether somebody has read it since this start of the node."""
         self.void = False
         """RESERVED, but its key was cleared meanwhile: the commit will not seal it."""
         self.kept_until = 0
-        """Retained up to that second of the node's clock (retained.py); 0: it is not."""
+        """Second of the node's clock up to which it is retained (retained.py); 0: it is not."""
         self.tenant = 0
-        """For whom it is retained."""
+        """The tenant for whom it is retained."""
         self.dies_at = 0
-        """Of the node's clock: when its life is over (bounded.py); 0: it has no bound."""
+        """Second of the node's clock at which its life ends (bounded.py); 0: it has no bound."""
+        self.on_disk = False
+        """A disk of the node is known to have its block too (disk/tier.py)."""
         # Only an eviction policy that counts uses changes these (head_start.py).
         self.uses = 0
-        """How often its block was used, as far as the policy counts; 0: it has not seen it."""
+        """Uses of its block, as the policy counts them; 0: the policy does not hold it."""
         self.counted_at = 0.0
-        """When the last of them was."""
+        """Time of the last counted use."""
         self.placed_at = 0.0
-        """Since when it has its place in the order; that may be later."""
+        """Time at which it got its place in the order; it may be later than the last counted
+        use."""
 
     @property
     def granule(self) -> int:
-        """The granule of its page with which the slot begins."""
+        """Return the granule of its page with which the slot begins."""
         return self.start % PAGE
 
     def move(self, event: SlotEvent) -> None:

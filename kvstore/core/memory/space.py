@@ -13,9 +13,9 @@ from itertools import chain, islice
 from kvstore.core.memory.granules import PAGE, aligned
 
 FITS_TRIED = 4
-"""Extents of one size that are looked at: one may be too small only for where it begins, and
-then one that is a page larger is not. The one that became free last is looked at too: room may
-have been made there for what is taken."""
+"""Extents of one size that are searched: one may be too small only because of where it begins, and
+then one that is a page larger is not. The extent that became free last is searched too, because
+room may have been made there for this value."""
 
 
 class Space:
@@ -24,7 +24,8 @@ class Space:
     __slots__ = ("_by_size", "_ends", "_sizes", "_starts", "free", "size")
 
     def __init__(self, size: int, free: Iterable[tuple[int, int]] | None = None) -> None:
-        """All of `size` granules are free, or these (start, size), of which no two touch."""
+        """Start with all of `size` granules free, or with these (start, size), of which no two
+        touch."""
         self.size = size
         self.free = 0
         self._starts: dict[int, int] = {}
@@ -33,18 +34,18 @@ class Space:
         """End -> start."""
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []
-        """Those in `_by_size`, ascending."""
+        """The keys of `_by_size`, ascending."""
         for start, have in [(0, size)] if free is None else free:
             self._insert(start, have)
             self.free += have
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """(start, size) of each extent, in no order."""
+        """Yield (start, size) of each extent, in no order."""
         return iter(self._starts.items())
 
     @property
     def largest(self) -> int:
-        """Size of the largest free extent, in granules."""
+        """Return the size of the largest free extent, in granules."""
         return self._sizes[-1] if self._sizes else 0
 
     def take(self, size: int, count: int = 1, *, high: bool) -> range:
@@ -85,11 +86,11 @@ class Space:
         self._insert(start, size)
 
     def at(self, start: int) -> int:
-        """Size in granules of the free extent that begins there; 0 when none does."""
+        """Return the size in granules of the free extent that begins there; 0 when none does."""
         return self._starts.get(start, 0)
 
     def ending(self, end: int) -> int | None:
-        """First granule of the free extent that ends there."""
+        """Return the first granule of the free extent that ends there."""
         return self._ends.get(end)
 
     def _cut(self, start: int, have: int, at: int, size: int) -> None:

@@ -10,14 +10,14 @@ from kvstore.core.memory.granules import PAGE, aligned
 from kvstore.core.memory.slots import Slot
 
 COLD_TRIED = 8
-"""Of the blocks that could go, coldest first, around how many room is looked for."""
+"""Evictable blocks, coldest first, around which room is searched."""
 
 
 class Extent(NamedTuple):
     start: int
     size: int
     slot: Slot | None
-    """None: it is free."""
+    """None means that it is free."""
 
 
 class Window(NamedTuple):
@@ -30,7 +30,7 @@ class Window(NamedTuple):
 
 
 def window_of(run: list[Extent], size: int, cost_of: Callable[[Slot], int]) -> Window | None:
-    """The cheapest part of `run` that holds `size` granules."""
+    """Return the cheapest part of `run` that holds `size` granules."""
     total = [0, *accumulate(0 if e.slot is None else cost_of(e.slot) for e in run)]
     best: tuple[int, int, int] | None = None
     whole_pages = aligned(size)
@@ -53,7 +53,7 @@ def window_of(run: list[Extent], size: int, cost_of: Callable[[Slot], int]) -> W
 
 
 def cheapest(windows: Iterator[Window | None]) -> Window | None:
-    """Of the first `COLD_TRIED` the one that costs least, else the first that there is."""
+    """Return the cheapest of the first `COLD_TRIED` windows, else the first that exists."""
     tried = filter(None, islice(windows, COLD_TRIED))
     best = min(tried, key=lambda window: window.cost, default=None)
     return best or next(filter(None, windows), None)

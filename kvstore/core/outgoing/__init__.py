@@ -1,1 +1,1 @@
-"""Keeps what goes out of a node: records for the index, and which blocks came and left, and why."""
+"""Keeps what a node reports to others: index records, which blocks came and left, and why."""

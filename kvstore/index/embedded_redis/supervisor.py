@@ -30,18 +30,18 @@ READY_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 2.0
 POLL_S = 0.1
-"""How soon the end of the last user, or of Redis, is seen."""
+"""Seconds until the end of the last user, or of Redis, is noticed."""
 RESTARTS_MAX = 3
 RESTARTS_WITHIN_S = 60.0
 """Restarts longer ago do not count: a store may live for months."""
 BACKOFF_S = (0.0, 0.5, 2.0)
-"""At least from one restart to the next, by how many there were within `RESTARTS_WITHIN_S`."""
+"""Shortest pauses between restarts, by how many there were within `RESTARTS_WITHIN_S`."""
 LOG_TAIL_BYTES = 500
 
 SOCKET, LOG, PIDS, PIDS_NEW = "redis.sock", "redis.log", "redis.json", "redis.json.new"
 FILES = (SOCKET, LOG, PIDS, PIDS_NEW)
 GIVEN_UP = "given-up"
-"""Why nobody starts Redis again, for its users; there until one that comes starts it anew."""
+"""A file that says why nobody starts Redis again; it stays until a new user starts Redis."""
 START_LOCK, USERS_LOCK, SERVER_LOCK = "start.lock", "users.lock", "server.lock"
 LOCKS = (START_LOCK, USERS_LOCK, SERVER_LOCK)
 
@@ -49,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def locked(descriptor: int, how: int) -> bool:
-    """Take the flock of kind `how` if it is free; whether it was."""
+    """Take the flock of kind `how` if it is free. Return whether it was."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -70,7 +70,7 @@ def answers(path: Path, timeout_s: float = PING_TIMEOUT_S) -> bool:
 
 
 def given_up(path: Path) -> str:
-    """Why nobody starts the Redis of this socket again; empty when that is not so."""
+    """Return why nobody starts the Redis of this socket again; empty when somebody does."""
     try:
         return path.with_name(GIVEN_UP).read_text(errors="replace")
     except OSError:
@@ -110,10 +110,10 @@ class Supervisor:
                 remove_files(self._directory)
 
     def _unused(self, locks: dict[str, int]) -> bool:
-        """Return whether nobody is there and nobody can come; holds all locks then.
+        """Return whether there is no user and none can come; then all locks are held.
 
-        start.lock is taken last and not waited for: its holder may be a new user that
-        waits for users.lock, which is why that is given back.
+        start.lock is taken last and not waited for: its holder may be a new user that waits for
+        users.lock, which is why that is given back.
         """
         if not locked(locks[USERS_LOCK], fcntl.LOCK_EX):
             return False

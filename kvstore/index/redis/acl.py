@@ -20,18 +20,18 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class AclRole(enum.StrEnum):
-    """Who connects to Redis."""
+    """The kind of user that connects to Redis."""
 
     CLIENT = "client"
-    """Engines and programs: look blocks and nodes up. Reads only."""
+    """Engines and programs, which look blocks and nodes up. It only reads."""
     NODE = "node"
-    """Memory nodes: publish and remove the records of their own blocks."""
+    """Memory nodes, which publish and remove the records of their own blocks."""
     OPERATOR = "operator"
-    """People with `kvstore stat`, `doctor`, ...: read, and see which nodes there are."""
+    """People with `kvstore stat`, `doctor`, ..., who read and see which nodes there are."""
 
 
 _EVERYONE = ("ping", "select", "cluster|slots", "asking")
-"""`select` for a db other than 0, the last two for a Redis Cluster."""
+"""Commands of every role: `select` for a db other than 0, the last two for a Redis Cluster."""
 COMMANDS: dict[AclRole, tuple[str, ...]] = {
     AclRole.CLIENT: (*_EVERYONE, "mget", "smembers"),
     AclRole.NODE: (
@@ -43,19 +43,20 @@ COMMANDS: dict[AclRole, tuple[str, ...]] = {
 }
 
 TRANSACTIONS = ("watch", "unwatch", "multi", "exec")
-"""What a node removes records with."""
+"""Commands with which a node removes records."""
 SCRIPTS = ("evalsha", "script|load")
-"""In place of `TRANSACTIONS`, for nodes that may be trusted with all who share the Redis: a script
-can keep it busy without end. With them a record is removed in a quarter of the time, on a Redis
-Cluster in less."""
+"""Commands in place of `TRANSACTIONS`, for nodes that may be trusted with all who share the Redis:
+a script can keep it busy without end. With them a record is removed in a quarter of the time, on a
+Redis Cluster in less."""
 SWEEPS = ("scan",)
-"""For nodes that remove what nodes that are gone left (node/publishing/dead_records.py). It shows
-them the names of all keys, other tenants' too."""
+"""Commands for nodes that remove what dead nodes left (node/publishing/dead_records.py). They show
+the names of all keys, other tenants' too."""
 
 _NODE_ID = "[0-9a-f]" * 16
 _BLOCKS, _NODES = ("{*",), ("nodes", f"node:{_NODE_ID}")
 _EPOCHS = ("epoch", "epoch:[0-9]*")
-"""Under the prefix. Never `PREFIX:*`: that would be every tenant's whose prefix goes on."""
+"""Key patterns under the prefix. Never `PREFIX:*`: that would include each tenant whose prefix
+begins with this one."""
 KEYS: dict[AclRole, tuple[str, ...]] = {
     AclRole.CLIENT: (*_BLOCKS, *_NODES),
     AclRole.NODE: (*_BLOCKS, *_NODES, *_EPOCHS),
@@ -77,11 +78,12 @@ def acl_rules(
     scripts: bool = False,
     sweep: bool = False,
 ) -> str:
-    """The words after `ACL SETUSER name`, or after `user name` in an ACL file. With `scripts` a
-    node has the right to `SCRIPTS` in place of `TRANSACTIONS`, with `sweep` to `SWEEPS` too.
+    """Return the words after `ACL SETUSER name`, or after `user name` in an ACL file. With
+    `scripts` a node has the right to `SCRIPTS` in place of `TRANSACTIONS`, with `sweep` to `SWEEPS`
+    too.
 
-    Everything the user had is taken away first, except, with `hashed` None, its
-    passwords. Raises `UsageError` for a prefix or a hash that is none.
+    Everything the user had is taken away first, except, with `hashed` None, its passwords. Raises
+    `UsageError` for a prefix or a hash that is none.
     """
     check_prefix(key_prefix)
     if hashed is not None and not _HASH.fullmatch(hashed):
@@ -99,7 +101,7 @@ def acl_rules(
 
 
 def check_user(name: str) -> str:
-    """`name` when it can be a user's."""
+    """Return `name` if it can be a user's; else raise `UsageError`."""
     if not _USER.fullmatch(name) or name == "default":
         raise UsageError(
             "user", name, f"1 to {USER_CHARS_MAX} of A-Z a-z 0-9 _ . : -, and not 'default'"

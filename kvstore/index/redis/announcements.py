@@ -22,11 +22,11 @@ from kvstore.index.redis.route import Request, Route
 
 NODES_MAX = 4096
 SWEPT_EVERY = 60
-"""Announcements of one node between two looks for the ids of dead ones."""
+"""Announcements of one node between two searches for the ids of dead ones."""
 
 _NODE_ID = re.compile(rb"[0-9a-f]{16}")
 _VOLATILE = re.compile(rb"maxmemory:[1-9].*maxmemory_policy:(volatile-\w+)", re.DOTALL)
-"""In INFO: only keys that expire are evicted, and of ours only announcements do."""
+"""The word of INFO for policies that evict only keys that expire; of ours only announcements do."""
 _EVICTED = (
     "Redis has maxmemory-policy %s: when full, it evicts the announcements of nodes, and other "
     "hosts find none of their blocks; set allkeys-lru"
@@ -35,7 +35,7 @@ log = logging.getLogger("kvstore.index")
 
 
 class RedisNodes:
-    """Implements what an `Index` says about nodes."""
+    """Implements the part of an `Index` that concerns nodes."""
 
     def __init__(self, space: KeySpace, read: Route, write: Route, replies: Replies) -> None:
         self._space = space
@@ -71,7 +71,7 @@ class RedisNodes:
         return self._replies.records(self._replies.value(reply), 1)[0]
 
     def all(self) -> dict[int, bytes]:
-        """All announcements, by node id."""
+        """Return all announcements, by node id."""
         found: dict[int, bytes] = {}
         ids = self._ids(self._read)
         for node_id, reply in zip(ids, self._ask(self._read, ids), strict=True):

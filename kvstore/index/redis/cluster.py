@@ -33,16 +33,16 @@ from kvstore.index.redis.url import Host, Target
 from kvstore.system.fork import in_each_child
 
 CLUSTER_ATTEMPTS_MAX = 3
-"""How often a request is sent again after MOVED, each time with a new slot map."""
+"""Attempts of a request after MOVED, each with a new slot map."""
 CLUSTER_NODES_MAX = 1000
 PORT_DIGITS_MAX = 5
 READ_ALREADY_S = 0.002
-"""For reading an answer that has come, when another shard used up the time."""
+"""Time to read an answer that has arrived, when another shard used up the time."""
 
 _NOT_SERVING = ("CLUSTERDOWN ", "LOADING ", "MASTERDOWN ")
 
 _Wanted = dict[Links, tuple[bytes, int]]
-"""What to send to each shard, and how many replies come to it."""
+"""What to send to each shard, and how many replies it gives."""
 
 log = logging.getLogger("kvstore.index.redis.index")
 
@@ -64,16 +64,17 @@ class ClusterRoute:
         self._closed = False
         self._shards: dict[Host, Shard] = {}
         self._away: dict[Links, Breaker] = {}
-        """One for each shard: what is not closed is away, and so are its keys. Replaced as a
-        whole: other threads look into it."""
+        """A breaker for each shard; a shard whose breaker is not closed is away, and so are its
+        keys. The mapping is replaced as a whole, because other threads read it."""
         self._judging = threading.RLock()
-        """For each look at a breaker and each change: several threads ask one shard."""
+        """Guards each look at a breaker and each change: several threads ask one shard."""
         self._owner: list[Links | None] = []
-        """By slot; empty when it must be fetched."""
+        """The shard of each slot; empty when the slot map must be fetched."""
         in_each_child(self)
 
     def after_fork_in_child(self) -> None:
-        """A thread of the parent may have been fetching the slot map, or judging a shard."""
+        """Make new locks: a thread of the parent may have been fetching the slot map, or judging a
+        shard."""
         self._lock = threading.RLock()
         self._judging = threading.RLock()
 
@@ -300,7 +301,7 @@ def _moved(reply: Reply) -> bool:
 def _or_away(
     links: Links, answer: list[Reply] | IndexUnavailableError
 ) -> list[Reply] | IndexUnavailableError:
-    """A shard that says that it cannot serve (yet) is away, too."""
+    """Return the replies, with a shard that says that it cannot serve (yet) counted as away."""
     if isinstance(answer, list):
         for reply in answer:
             if isinstance(reply, ErrorReply) and str(reply).startswith(_NOT_SERVING):
@@ -362,7 +363,7 @@ def _scatter(
 
 
 def _slot_ranges(reply: Reply, asked: Host) -> list[tuple[int, int, Host]]:
-    """`CLUSTER SLOTS` as (first, last, master); an empty host is the one that was asked."""
+    """Return `CLUSTER SLOTS` as (first, last, master); an empty host is the one that was asked."""
     try:
         ranges = []
         for first, last, master, *_ in reply:

@@ -26,18 +26,18 @@ from kvstore.index.base import allowed_s
 from kvstore.system.fork import in_each_child
 
 READ_BYTES = 64 << 10
-"""Read at once; a reply to `REDIS_ARGS_MAX` keys fits."""
+"""Bytes read at once; a reply to `REDIS_ARGS_MAX` keys fits."""
 WRITE_AT_ONCE_BYTES = 64 << 10
-"""A longer request may wait in the socket, so the time it took is counted."""
+"""A longer request may wait in the socket, so the time it takes is counted."""
 SPARE_SHARE = 0.1
-"""Of the time that a call may take, what it may be late by: to tell a socket another time is a call
-of the system, and there are two for each."""
+"""Share of a call's time by which it may be late. Setting another time on a socket is a system
+call, and there are two for each call."""
 ERROR_CHARS_MAX = 200
-"""Of a server's error text, in a message."""
+"""Characters of a server's error text in a message."""
 
 _TOO_MANY = re.compile(rb"\n[*>~%|]\d{7}")
-"""The head of a reply of a million items or more, which none of ours has. hiredis makes room for
-as many as it is told, before they come; to let go of 16 GB takes 16 s, with the GIL held."""
+"""The head of a reply of a million items or more, which none of ours has. hiredis allocates as many
+as the head claims before they arrive; freeing 16 GB takes 16 s, with the GIL held."""
 _TOO_MANY_BYTES = 9
 
 Reply: TypeAlias = Any
@@ -55,18 +55,19 @@ class LostReply:
 
 
 Dial = Callable[[float], tuple[AbstractConnection, bytes, int]]
-"""Opens a connection before that time (`monotonic`); says what to send first, and how
-many replies come to it."""
+"""Opens a connection before that time (`monotonic`); returns what to send first, and how many
+replies follow."""
 
 _NOTHING: Final = object()
 _GONE = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
-"""The peer closed a connection that was fine: Redis was restarted, or it was idle too long."""
+"""The peer closed a connection that was fine: Redis was restarted, or the connection was idle too
+long."""
 FAILURES = (RedisError, OSError, hiredis.HiredisError, ValueError, MemoryError)
 """Everything that connecting, sending and parsing raise."""
 
 
 class Link:
-    """One connection. Dropped at the first thing that goes wrong, never resumed."""
+    """One connection. It is dropped at the first error, never resumed."""
 
     __slots__ = (
         "__weakref__",
@@ -87,29 +88,36 @@ class Link:
         self._reader = hiredis.Reader()
         self._buffer = bytearray()
         self._tail = b"\n"
-        """What came last."""
+        """The end of what was received."""
 
-    def run(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
+    def run(
+        self, request: bytes, replies: int, deadline: float, *, again: bool = True
+    ) -> list[Reply]:
         """Send `request`, return its `replies`; error replies are values in the list.
 
-        A kept connection that the server has closed is opened again, once: every
+        A kept connection that the server has closed is opened `again`, once: every
         request this index sends may be sent twice.
         """
         kept = self._sock is not None
         try:
-            return self._exchange(request, replies, deadline)
+            sock = self._ready(deadline) if self._sock is None else self._sock
+            # Who has waited for a connection has less than its socket waits for; who is patient,
+            # more.
+            left_s = deadline - monotonic()
+            other = not self._timeout_s * (1 - SPARE_SHARE) <= left_s <= self._timeout_s
+            if other:
+                sock.settimeout(_left(deadline))
+            sock.sendall(request)
+            hurried = not kept or other or len(request) > WRITE_AT_ONCE_BYTES
+            return self._replies(replies, deadline, hurried=hurried)
         except BaseException as e:
             self.drop()
-            if not (kept and isinstance(e, _GONE)):
+            if not (kept and again and isinstance(e, _GONE)):
                 raise
-        try:
-            return self._exchange(request, replies, deadline)
-        except BaseException:
-            self.drop()
-            raise
+        return self.run(request, replies, deadline)
 
     def run_each(self, requests: Iterator[bytes], deadline: float) -> list[Reply]:
-        """As `run`, for requests of one reply each that are sent as they are made: the server
+        """Do as `run`, for requests of one reply each that are sent while they are made: the server
         works on the first while the next is made."""
         kept = self._sock is not None
         made: list[bytes] = []
@@ -129,16 +137,12 @@ class Link:
 
     def run_here(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
         """Do as `run` does, but only on the connection that is open: it has state that matters."""
-        try:
-            if self._sock is None:
-                raise ConnectionResetError("connection closed")
-            return self._exchange(request, replies, deadline)
-        except BaseException:
-            self.drop()
-            raise
+        if self._sock is None:
+            raise ConnectionResetError("connection closed")
+        return self.run(request, replies, deadline, again=False)
 
     def send(self, request: bytes, deadline: float) -> None:
-        """The first half of `run`, for requests to several servers at once."""
+        """Do the first half of `run`, for requests to several servers at once."""
         try:
             sock = self._ready(deadline)
             if len(request) > WRITE_AT_ONCE_BYTES:  # those of other servers wait behind it
@@ -149,7 +153,7 @@ class Link:
             raise
 
     def receive(self, replies: int, deadline: float) -> list[Reply]:
-        """The second half of `run`."""
+        """Do the second half of `run`."""
         try:
             return self._replies(replies, deadline, hurried=True)
         except BaseException:
@@ -160,20 +164,6 @@ class Link:
         connection, self._connection, self._sock = self._connection, None, None
         if connection is not None:
             connection.disconnect()  # type: ignore[no-untyped-call]
-
-    def _exchange(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
-        sock = self._sock
-        fresh = sock is None
-        if sock is None:
-            sock = self._ready(deadline)
-        # Who has waited for a connection has less than its socket waits for; who is patient, more.
-        left_s = deadline - monotonic()
-        other = not self._timeout_s * (1 - SPARE_SHARE) <= left_s <= self._timeout_s
-        if other:
-            sock.settimeout(_left(deadline))
-        sock.sendall(request)
-        hurried = fresh or other or len(request) > WRITE_AT_ONCE_BYTES
-        return self._replies(replies, deadline, hurried=hurried)
 
     def _replies(self, count: int, deadline: float, *, hurried: bool) -> list[Reply]:
         """Read until there are `count`; `hurried` when part of the time is used up."""
@@ -234,8 +224,8 @@ class RefusedError(Exception):
 class Links:
     """The connections to one server, at most `links_max`, the last used taken first.
 
-    Who is interrupted between taking one and holding it never gives it back: what nobody holds
-    any more counts no longer, and another takes its place.
+    A call that is interrupted between taking a connection and holding it never gives it back. Such
+    a connection stops counting once nobody holds it, and another takes its place.
     """
 
     def __init__(self, dial: Dial, label: str, *, timeout_s: float, links_max: int) -> None:
@@ -255,10 +245,10 @@ class Links:
         self._returned = threading.Condition(self._lock)
 
     def run(self, request: bytes, replies: int = 1, deadline: float | None = None) -> list[Reply]:
-        """One round trip on any connection.
+        """Make one round trip on any connection.
 
-        Raises `IndexUnavailableError` when there is no answer by `deadline`
-        (`monotonic`; `timeout_s` from now if None).
+        Raises `IndexUnavailableError` when there is no answer by `deadline` (`monotonic`;
+        `timeout_s` from now if None).
         """
         if deadline is None:
             deadline = monotonic() + allowed_s(self.timeout_s)
@@ -271,7 +261,8 @@ class Links:
             self.give(link)
 
     def run_each(self, requests: Iterator[bytes]) -> list[Reply]:
-        """As `run` within `timeout_s`, for requests of one reply each, sent as they are made."""
+        """Do as `run` within `timeout_s`, for requests of one reply each, sent while they are
+        made."""
         deadline = monotonic() + allowed_s(self.timeout_s)
         link = self.take(deadline)
         try:
@@ -282,7 +273,7 @@ class Links:
             self.give(link)
 
     def take(self, deadline: float) -> Link:
-        """A connection for the caller alone, to be given back with `give`.
+        """Return a connection for the caller alone, to be given back with `give`.
 
         Raises `IndexDeadlineError` when all are in use until `deadline` (`monotonic`), and
         `IndexUnavailableError` after `close`.
@@ -342,7 +333,7 @@ class Links:
         self.drop_idle()
 
     def unavailable(self, error: BaseException) -> IndexUnavailableError:
-        """`error` as what callers see. Its text names the server and no secret."""
+        """Return `error` as callers see it. Its text names the server and no secret."""
         if isinstance(error, IndexUnavailableError):
             return error
         if isinstance(error, RefusedError):
@@ -362,8 +353,8 @@ class Links:
 
 
 def refused(label: str, error: Exception) -> IndexUnavailableError:
-    """The error for a refusal by Redis, with advice that depends on why. The text is the server's
-    and has no secret."""
+    """Return the error for a refusal by Redis, with advice that depends on why. The text is the
+    server's and has no secret."""
     text = str(error)[:ERROR_CHARS_MAX]
     hint = {
         "WRONGPASS": "wrong user name or password: ",

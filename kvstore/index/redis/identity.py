@@ -11,12 +11,13 @@ NETWORK = Path("/proc/self/ns/net")
 
 
 def identity_of(target: Target) -> str:
-    """A text that is the same for two processes of this host only if their targets are one Redis;
-    empty where nothing can be told. It has no user name, no password and nothing of TLS.
+    """Return a text that is the same for two processes of this host only if their targets are one
+    Redis; empty where nothing can be told. It contains no user name, no password and nothing of
+    TLS.
 
-    A Unix socket is known by the directory that it is in, which stays while servers come and
-    go, and is the same in containers that share it. An address of this host itself is that of
-    its network namespace: each container has its own.
+    A Unix socket is known by the directory that it is in, which stays while servers come and go,
+    and is the same in containers that share it. An address of this host itself is that of its
+    network namespace: each container has its own.
     """
     if target.path:
         socket = Path(target.path)

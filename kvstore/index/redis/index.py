@@ -43,10 +43,10 @@ from kvstore.types import Key
 
 TIMEOUT_S_MAX = 60.0
 REMOVE_ATTEMPTS_MAX = 3
-"""How often compare-and-delete without scripts starts again after a foreign write."""
+"""Attempts of compare-and-delete without scripts, when others write meanwhile."""
 
 _PAIRS_MAX = (REDIS_ARGS_MAX - 3) // 2
-"""Keys with a record each, and the name, the hash and the count of EVALSHA."""
+"""Pairs of a key and a record in a command, beside the name, the hash and the count of EVALSHA."""
 _KEYS_MAX = REDIS_ARGS_MAX - 1
 
 # pcall: a key of another type is not ours, and must not fail the rest.
@@ -71,7 +71,7 @@ def open_index(
     publish_timeout_s: float = 0.5,
     lookup_links_max: int = LOOKUP_LINKS_MAX,
 ) -> RedisIndex:
-    """The index in the Redis at `url` (see url.py for the forms); connects at first use.
+    """Return the index in the Redis at `url` (see url.py for the forms); connects at first use.
 
     Times are in seconds. Raises `UsageError` that names the argument that is wrong.
     """
@@ -85,7 +85,7 @@ def open_index(
 
 
 def open_route(target: Target, *, timeout_s: float, links_max: int) -> Route:
-    """The route to `target`; connects to nothing yet."""
+    """Return the route to `target`; connects to nothing yet."""
     if target.kind == "cluster":
         from kvstore.index.redis.cluster import ClusterRoute
 
@@ -129,11 +129,13 @@ class RedisIndex:
         self._read = open_route(target, timeout_s=timeout_s, links_max=lookup_links_max)
         self._write = open_route(target, timeout_s=publish_timeout_s, links_max=PUBLISH_LINKS_MAX)
         self._clustered = self._read.clustered
+        self._only = None if self._clustered else self._read.links_for(0)
+        """The connections for look-ups, where one server has all keys."""
         self._replies = Replies(target.label, self._mistaken)
         self._nodes = RedisNodes(self._space, self._read, self._write, self._replies)
         self._scripts_banned = False
         self._incarnations: dict[str, str] = {}
-        """By shard, as far as they have answered."""
+        """Incarnations by shard, of those that have answered."""
 
     def __repr__(self) -> str:
         return f"RedisIndex({self._label!r}, key_prefix={self._key_prefix!r})"
@@ -219,10 +221,11 @@ class RedisIndex:
         """Name the life of the data, shard by shard: the server's run id, and a random value that a
         flush takes away.
 
-        Of a shard that is away what it was: when it comes back, it is that or has changed.
+        For a shard that is away it is the last known value. When the shard comes back, it has that
+        value or another one.
         """
         shards: list[Shard] = []
-        """As they are asked: the cluster may change at any time."""
+        """A function, because the cluster may change at any time."""
 
         def request(shard: Shard) -> bytes:
             shards.append(shard)
@@ -247,8 +250,8 @@ class RedisIndex:
         check_keys(keys)
         if not keys:
             return []
-        if len(keys) <= _KEYS_MAX and not self._clustered:  # nearly always
-            reply = self._read.run([Request(self._space.keys_request(b"MGET", keys))])[0]
+        if self._only is not None and len(keys) <= _KEYS_MAX:  # nearly always
+            (reply,) = self._only.run(self._space.keys_request(b"MGET", keys))
             return [self._replies.records(reply, len(keys))]
         batches, replies = self._batches(
             self._read, keys, _KEYS_MAX, lambda batch: self._space.keys_request(b"MGET", batch)
@@ -354,7 +357,8 @@ class RedisIndex:
         return f"{run_ids[0].decode('latin-1')}:{epoch.decode('latin-1')}"
 
     def _epoch_key(self, shard: Shard) -> bytes:
-        """On a cluster the first numbered epoch key that lies on this shard."""
+        """Return the first numbered epoch key that lies on this shard; without a cluster, the epoch
+        key."""
         if not shard.slots:
             return self._space.epoch_key
         slots = set(shard.slots)

@@ -10,10 +10,10 @@ from kvstore.index.redis.url import parse_url
 
 
 def server_info(url: str, timeout_s: float) -> list[dict[str, str]]:
-    """The fields of INFO, and `maxmemory_policy`, of every server that holds keys.
+    """Return the fields of INFO, and `maxmemory_policy`, of every server that holds keys.
 
-    Raises `UsageError` for a bad URL, `IndexUnavailableError` for a server that does
-    not answer in time or may not be asked.
+    Raises `UsageError` for a bad URL, `IndexUnavailableError` for a server that does not answer in
+    time or may not be asked.
     """
     route = open_route(parse_url(url), timeout_s=timeout_s, links_max=1)
     try:

@@ -24,19 +24,20 @@ from kvstore.types import TAG_BYTES, Key
 
 KEY_PREFIX_BYTES_MAX = 128
 SCANNED_AT_ONCE = b"1000"
-"""Redis looks at so many keys in a command, in about 0.2 ms."""
+"""Keys that Redis looks at in one command, in about 0.2 ms."""
 _ANOTHERS = re.compile(":epoch:[0-9]")
-"""Keys of a Redis Cluster's slots under a shorter prefix are called so (acl.py), and a
-pattern of Redis cannot say where a number ends."""
+"""Names of epoch keys of a Redis Cluster under a shorter prefix (acl.py). Such a prefix is refused,
+because a pattern of Redis cannot say where a number ends."""
 _PREFIX = re.compile(rf"[A-Za-z0-9_.:/@-]{{1,{KEY_PREFIX_BYTES_MAX}}}")
-"""No braces: they would move the hash tag. No glob signs: rights are given by pattern."""
+"""Allowed prefixes. No braces: they would move the hash tag. No glob signs: rights are given by
+pattern."""
 
 _tag_of: Callable[[Key], bytes] = itemgetter(slice(0, TAG_BYTES))
 _digest_of: Callable[[Key], bytes] = itemgetter(slice(TAG_BYTES, None))
 
 
 def command(*args: bytes) -> bytes:
-    """One request of a few arguments."""
+    """Return one request of a few arguments."""
     return b"*%d\r\n" % len(args) + _arguments(*args)
 
 
@@ -45,7 +46,7 @@ def _arguments(*args: bytes) -> bytes:
 
 
 def check_prefix(prefix: str) -> str:
-    """`prefix` when it can be that of an index."""
+    """Return `prefix` if it can be that of an index; else raise `UsageError`."""
     if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
         raise UsageError(
             "key_prefix", prefix, f"1 to {KEY_PREFIX_BYTES_MAX} of A-Z a-z 0-9 _ . : / @ -"
@@ -63,7 +64,7 @@ def check_prefix(prefix: str) -> str:
 def _pack_pairs(
     head: bytes, before: bytes, after: bytes, pairs: Sequence[KeyedRecord], *, paired: bool
 ) -> bytes:
-    """A request: `head`, then each key and its record, or all keys and then all records.
+    """Pack a request: `head`, then each key and its record, or all keys and then all records.
 
     `before` and `after` are what stands around the tag of a key, its length included.
     """
@@ -97,7 +98,7 @@ class KeySpace:
         return self._head % key[:TAG_BYTES].hex().encode() + key[TAG_BYTES:]
 
     def key_of(self, name: bytes) -> Key | None:
-        """The key that `redis_key` spells so; None for what is no block's."""
+        """Return the key that `redis_key` spells so; None for what is no block's."""
         at = self._head.index(b"%s")
         try:
             key = bytes.fromhex(name[at : at + 2 * TAG_BYTES].decode()) + name[-DIGEST_BYTES:]
@@ -110,11 +111,11 @@ class KeySpace:
         return command(b"SCAN", b"%d" % cursor, b"MATCH", blocks, b"COUNT", SCANNED_AT_ONCE)
 
     def slot(self, key: Key) -> int:
-        """The Redis Cluster slot of `key`: that of its tag."""
+        """Return the Redis Cluster slot of `key`: that of its tag."""
         return key_slot(key[:TAG_BYTES].hex().encode())
 
     def keys_request(self, name: bytes, keys: Sequence[Key]) -> bytes:
-        """`name key key ...`"""
+        """Pack `name key key ...`."""
         parts = [b"*%d\r\n$%d\r\n%s" % (len(keys) + 1, len(name), name)]
         for tag, run in groupby(keys, _tag_of):
             head = self._argument % tag.hex().encode()
@@ -123,12 +124,12 @@ class KeySpace:
         return b"\r\n".join(parts)
 
     def set_request(self, records: Sequence[KeyedRecord]) -> bytes:
-        """`MSET key record key record ...`"""
+        """Pack `MSET key record key record ...`."""
         head = b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(records) + 1)
         return _pack_pairs(head, self._before, self._after, records, paired=True)
 
     def script_request(self, sha: bytes, records: Sequence[KeyedRecord]) -> bytes:
-        """`EVALSHA sha n key ... record ...`"""
+        """Pack `EVALSHA sha n key ... record ...`."""
         count = b"%d" % len(records)
         head = b"*%d\r\n" % (2 * len(records) + 3) + _arguments(b"EVALSHA", sha, count)
         return _pack_pairs(head, self._before, self._after, records, paired=False)
@@ -139,10 +140,10 @@ def _tag_of_record(record: KeyedRecord) -> bytes:
 
 
 def chunks(items: Sequence[Any], size: int, *, by_tag: bool) -> list[Sequence[Any]]:
-    """`items` (keys or records) in order, at most `size` at a time.
+    """Yield `items` (keys or records) in order, at most `size` at a time.
 
-    With `by_tag` a chunk also ends where the tag changes, so that it lies in one
-    slot of a Redis Cluster.
+    With `by_tag` a chunk also ends where the tag changes, so that it lies in one slot of a Redis
+    Cluster.
     """
     if not by_tag or not items:
         return list(in_batches(items, size))

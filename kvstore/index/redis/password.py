@@ -15,9 +15,9 @@ from kvstore.system.renewed import Renewed
 from kvstore.system.threads import NO_THREAD
 
 Password = str | Callable[[float], str]
-"""One that stays, or what gives it until a deadline (`monotonic`)."""
+"""A fixed password, or a function that gives it until a deadline (`monotonic`)."""
 KEPT_S = 5.0
-"""For so long an answer of the function is good for all connections."""
+"""Seconds for which an answer of the function is used for all connections."""
 
 
 def password_in(path: str) -> Password:

@@ -25,7 +25,7 @@ class Replies:
         self._mistaken = mistaken
 
     def value(self, reply: Reply) -> Reply:
-        """`reply` itself; raises `IndexUnavailableError` for a lost one and for an error."""
+        """Return `reply` itself; raise `IndexUnavailableError` for a lost one and for an error."""
         if isinstance(reply, LostReply):
             raise reply.why
         if not isinstance(reply, ErrorReply):
@@ -35,7 +35,8 @@ class Replies:
         raise refused(self._label, reply)
 
     def number(self, reply: Reply) -> int:
-        """The number in `reply`; 0 from a shard that is away: what it holds is stale, a miss."""
+        """Return the number in `reply`; 0 from a shard that is away: what it holds is stale, a
+        miss."""
         if isinstance(reply, LostReply):
             return 0
         value = self.value(reply)
@@ -44,7 +45,8 @@ class Replies:
         return value
 
     def records(self, reply: Reply, size: int) -> list[Record | None]:
-        """The records of `size` keys; None for those that are not there or whose shard is away."""
+        """Return the records of `size` keys; None for those that are not there or whose shard is
+        away."""
         if isinstance(reply, LostReply):
             return [None] * size
         if type(reply) is not list or len(reply) != size:

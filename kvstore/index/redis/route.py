@@ -57,33 +57,34 @@ class Route(Protocol):
     clustered: bool
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:
-        """All replies in order, within one time-out; error replies are values.
+        """Return all replies in order, within one time-out; error replies are values.
 
-        `LostReply` stands for those of a shard that is away; raises when none is there.
+        `LostReply` stands for the replies of a shard that is away; raises when no shard is there.
         """
         ...
 
     def run_each(self, requests: Iterator[Request]) -> list[Reply]:
-        """As `run`; where one server gets them all, it works on the first while the next is
+        """Do as `run`; where one server gets all requests, it works on the first while the next is
         made."""
         ...
 
     def ask_all(
         self, request: Callable[[Shard], bytes], replies: int, *, even_if_away: bool = False
     ) -> list[list[Reply]]:
-        """The replies, `replies` of each, of all servers that hold keys, in the order of `shards`.
+        """Return the replies, `replies` of each, of all servers that hold keys, in the order of
+        `shards`.
 
-        `LostReply` as in `run`. With `even_if_away` a shard that failed lately is asked
-        all the same.
+        `LostReply` as in `run`. With `even_if_away` a shard that failed lately is asked all the
+        same.
         """
         ...
 
     def links_for(self, slot: int) -> Links:
-        """The connections for several round trips with one server."""
+        """Return the connections for several round trips with one server."""
         ...
 
     def shards(self) -> list[Shard]:
-        """Every server that holds keys, in a stable order."""
+        """Return every server that holds keys, in a stable order."""
         ...
 
     def mistaken(self) -> None:
@@ -128,7 +129,7 @@ class SingleRoute:
 
 
 class _TcpConnection(Connection):
-    """One deadline for the look-up of the name and all addresses it has."""
+    """Opens a connection with one deadline for the look-up of the name and all its addresses."""
 
     def _connect(self) -> socket.socket:
         assert self.socket_connect_timeout is not None
@@ -138,11 +139,12 @@ class _TcpConnection(Connection):
 
 
 class _TlsConnection(SSLConnection, _TcpConnection):
-    """TLS, for the host's name, over that."""
+    """Adds TLS, for the host's name, to that."""
 
 
 def _open(make: Callable[..., AbstractConnection], **options: object) -> AbstractConnection:
-    """A connected socket; `AUTH` and the rest are ours, so that one deadline spans them."""
+    """Return a connected socket. `AUTH` and the rest are sent by this module, so that one deadline
+    spans them."""
     connection = make(
         **options, retry=Retry(NoBackoff(), 0), redis_connect_func=lambda connection: None
     )
@@ -163,7 +165,7 @@ def _hello(username: str, given: Password, db: int, deadline: float) -> tuple[by
 
 
 def host_dial(target: Target, host: Host) -> Dial:
-    """Opens connections to `host` with the user and the TLS options of `target`."""
+    """Return what opens connections to `host` with the user and the TLS options of `target`."""
 
     def dial(deadline: float) -> tuple[AbstractConnection, bytes, int]:
         hello = _hello(target.username, target.password, target.db, deadline)

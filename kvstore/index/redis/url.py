@@ -6,9 +6,10 @@
     redis+sentinel://host:port,host:port/service[/db]    the master that Sentinel names
     redis+cluster://host:port,host:port              Redis Cluster, from any of these nodes
 
-`rediss+sentinel` and `rediss+cluster` are the same over TLS. A cluster is named by
-its scheme only: nothing is guessed from what the server says. Sentinels that have a
-password of their own take it from `?sentinel_username=...&sentinel_password=...`.
+`rediss+sentinel` and `rediss+cluster` are the same over TLS, and `valkey` may stand for `redis` in
+all of them. A cluster is named by its scheme only: nothing is guessed from what the server says.
+Sentinels that have a password of their own take it from
+`?sentinel_username=...&sentinel_password=...`.
 User name and password are percent-encoded where they hold any of `:/?#[]@%`. A password that
 changes is in a file, `?password_file=/path` (`sentinel_password_file`), or given by a function
 (`RedisUrl`): both are asked at each new connection.
@@ -40,6 +41,7 @@ _SCHEMES: dict[str, tuple[Literal["single", "sentinel", "cluster"], bool]] = {
     "redis+cluster": ("cluster", False),
     "rediss+cluster": ("cluster", True),
 }
+_SCHEMES |= {re.sub("^redis", "valkey", name): meaning for name, meaning in list(_SCHEMES.items())}
 _TLS_TEXT = {
     "ssl_ca_certs",
     "ssl_ca_path",
@@ -59,7 +61,7 @@ _OPTIONS = _TLS_TEXT | {
     "sentinel_password_file",
 }
 _BARE = re.compile(r"[A-Za-z0-9_.-]+(:\d{1,5})?(/\d{1,3})?")
-"""A host that was named without a scheme: nothing in it can be a password."""
+"""A host named without a scheme: nothing in it can be a password."""
 _FALSE = {"0", "f", "false", "n", "no"}
 
 Host = tuple[str, int]
@@ -84,7 +86,7 @@ class Target:
 
     @property
     def label(self) -> str:
-        """The name of the target in messages: without user name and password."""
+        """Return the name of the target in messages: without user name and password."""
         if self.path:
             return f"unix:{self.path}"
         shown = ",".join(f"{host}:{port}" for host, port in self.hosts)
@@ -104,7 +106,7 @@ class RedisUrl(str):
 
 
 def redacted(url: str) -> str:
-    """The scheme and hosts of `url`; less where it is unclear what is a password."""
+    """Return the scheme and hosts of `url`; less where it is unclear what is a password."""
     scheme, mark, rest = url.partition("://")
     if not mark and _BARE.fullmatch(url):
         return url
@@ -117,7 +119,7 @@ def redacted(url: str) -> str:
 
 
 def parse_url(url: str) -> Target:
-    """The target that `url` names; `UsageError` names the field that is wrong."""
+    """Return the target that `url` names; `UsageError` names the field that is wrong."""
     if not isinstance(url, str) or not url:
         raise UsageError("url", type(url).__name__, "must be a URL such as redis://host:6379/0")
     try:

@@ -1,1 +1,1 @@
-"""The control socket of a node: who may connect, whose turn it is, and who of them still lives."""
+"""The control socket of a node: who may connect, whose turn it is, and which clients still live."""

@@ -33,18 +33,18 @@ from kvstore.system.waiting import Waiting
 log = logging.getLogger("kvstore.node")
 
 UNHEARD_MAX, UNHEARD_READERS_MAX = 512, 32
-"""Connections that have not said HELLO: of the node's own user, and of all others."""
+"""Connections that have not said HELLO: of the node's own user, and of all others together."""
 
 
 class Acts(Protocol):
-    """Carries events out: the daemon."""
+    """Carries events out: implemented by the daemon."""
 
     def act(self, event: Event) -> None:
         """Carry out all of it, and answer."""
         ...
 
     def parts(self, event: Event, at_most: int) -> Sequence[Event]:
-        """Return what is to be carried out for it, at most so many blocks at a time."""
+        """Return what is to be carried out for it, in parts of at most so many blocks."""
         ...
 
     def check(self, event: Event) -> None:
@@ -72,9 +72,10 @@ class Clients:
         takes_saves: bool,
         has_group: bool,
     ) -> None:
-        """`start` is the node's (id, epoch). `node` carries out what a client asks for; `holds`
-        says whether a session of that number has slots or pins. Root may ask how the node is, and
-        with `has_group` whoever the permissions of the socket let in."""
+        """Start without clients. `start` is the node's (id, epoch). `node` carries out what a
+        client asks for; `holds` says whether a session of that number has slots or pins. Root may
+        ask for the node's state, and with `has_group` so may everybody whom the permissions of the
+        socket let in."""
         self._sessions = sessions
         self._start = start
         self._node = node
@@ -86,8 +87,8 @@ class Clients:
         self._unheard_readers = Waiting[Connection]()
 
     def connection(self, kind: type[Connection] = Connection) -> Connection:
-        """A connection for one client that comes."""
-        return kind(self._made, self._said_hello, self._asked, self._gone, self.turns)
+        """Return the protocol of one new client connection."""
+        return kind(self._made, self._on_hello, self._asked, self._on_closed, self.turns)
 
     def _made(self, connection: Connection) -> None:
         uid = connection.peer_uid()
@@ -100,12 +101,13 @@ class Clients:
             goes.hang_up()
 
     def _heard(self, connection: Connection) -> None:
-        """Forget a connection that has said HELLO, or is gone."""
+        """Forget a connection that has said HELLO, or was closed."""
         self._unheard.leave(connection)
         self._unheard_readers.leave(connection)
 
-    def _said_hello(self, connection: Connection, hello: Hello) -> Work | None:
-        """Let its client in; what is left to do when it holds, or says it holds, many slots."""
+    def _on_hello(self, connection: Connection, hello: Hello) -> Work | None:
+        """Let its client in. Return what is left to do when it holds, or says it holds, many
+        slots."""
         work = self._let_in(connection, hello)
         return None if next(work, None) is None else work
 
@@ -181,7 +183,7 @@ class Clients:
         if reply is not None:
             self._node.answer(reply)
 
-    def _gone(self, connection: Connection) -> None:
+    def _on_closed(self, connection: Connection) -> None:
         self._heard(connection)
         session = connection.session
         if session is not None and session.transport is connection:

@@ -23,11 +23,13 @@ from kvstore.system.on_failure import on_failure
 log = logging.getLogger("kvstore.node")
 
 BACKLOG = 1024
-"""As many as clients may be (`Limits.clients`): all engines of a host may start together."""
+"""Connections that wait in the kernel: as many as clients may be (`Limits.clients`), because all
+engines of a host may start together."""
 ACCEPTED_AT_ONCE = 64
-"""Connections that are taken before those that are there are served again."""
+"""Connections that are accepted before existing ones are served again."""
 ACCEPT_PAUSE_S = 0.2
-"""After a connection that could not be taken: the process has no descriptor left, say."""
+"""Pause after a connection that could not be accepted, for example because the process has no
+descriptor left."""
 
 
 class ControlListener:
@@ -40,8 +42,8 @@ class ControlListener:
         node: str,
         group: int | None,
     ) -> None:
-        """`make` gives the protocol of a new connection. With `group`, its members may connect;
-        `node` is the name that the log says."""
+        """Prepare to listen. `make` gives the protocol of a new connection. With `group`, its
+        members may connect; `node` is the name for the log."""
         self._path = path
         self._make = make
         self._node = node
@@ -69,8 +71,8 @@ class ControlListener:
         self._loop.add_reader(listener, self._accept)
 
     def open_again(self) -> bool:
-        """Listen anew if the socket's file was taken away or replaced; whether it was. Those who
-        are connected stay so. Raises `OSError`."""
+        """Listen anew if the socket's file was taken away or replaced. Return whether it was. Those
+        who are connected stay so. Raises `OSError`."""
         try:
             if os.path.samestat(self._there, self._path.lstat()):
                 return False

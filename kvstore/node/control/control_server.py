@@ -9,7 +9,7 @@ from typing import cast
 import msgpack
 
 from kvstore.core.events import Reply
-from kvstore.errors import KVStoreError, UsageError
+from kvstore.errors import KVStoreError, PeerError, UsageError
 from kvstore.limits import MESSAGE_BYTES_MAX
 from kvstore.node.control.liveness import ClientSession
 from kvstore.node.control.turns import MESSAGE_ITEMS, Turns
@@ -20,7 +20,7 @@ from kvstore.protocol.unpacking import READER_MESSAGE_BYTES_MAX, Messages, Short
 from kvstore.system.unix_peer import peer_uid
 
 Work = Iterator[int]
-"""A request under way: each step carries a part of it out and tells how many items that was."""
+"""A request being carried out: each step does a part of it and returns how many items that was."""
 
 
 class Connection(asyncio.Protocol):
@@ -40,24 +40,24 @@ class Connection(asyncio.Protocol):
         on_made: Callable[[Connection], None],
         on_hello: Callable[[Connection, Hello], Work | None],
         on_request: Callable[[Connection, object], Work | None],
-        on_gone: Callable[[Connection], None],
+        on_closed: Callable[[Connection], None],
         turns: Turns,
     ) -> None:
         self._on_made = on_made
         self._on_hello = on_hello
         self._on_request = on_request
-        self._on_gone = on_gone
+        self._on_closed = on_closed
         self._turns = turns
         self._in_line = False
-        """Whether it waits for a turn: then nothing more is read."""
+        """Whether it waits for a turn; nothing more is read meanwhile."""
         self._next: list[object] = []
-        """The message that is to be carried out next, where it was read already."""
+        """The message to be carried out next, if it was read already."""
         self._rest: Work | None = None
         """The parts of a request that are still to be carried out."""
         self._begun = 0
         """The client's number for the last message that was begun."""
         self._owed = 0
-        """Items that it had beyond its turns."""
+        """Items that it used beyond its turns."""
         self._unpacker: Messages = control.unpacker()
         self._transport: asyncio.Transport | None = None
         self._last_request = 0
@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._on_made(self)
 
     def peer_uid(self) -> int:
-        """The user whose process is at the other end."""
+        """Return the user whose process is at the other end."""
         assert self._transport is not None
         return peer_uid(self._transport.get_extra_info("socket"))
 
@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
             self._turns.enter(self._turn)
 
     def _small_ones_done(self) -> bool:
-        """Carry out what has come, as far as it is little; whether that was all."""
+        """Carry out what has come, as far as it is little. Return whether that was all."""
         left = self._turns.at_once_items
         while self._transport is not None:
             if not self._read():
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _turn(self) -> bool:
-        """Carry out a turn's worth of what has come; whether there is more."""
+        """Carry out a turn's worth of what has come. Return whether there is more."""
         left = self._turns.turn_items - self._owed
         while left > 0 and self._transport is not None:
             if self._rest is not None:
@@ -133,8 +133,8 @@ class Connection(asyncio.Protocol):
         return True
 
     def _begin(self, items: int) -> int:
-        """Carry the next message out, which costs so many items, unless it is for several turns;
-        tells what it has cost."""
+        """Carry out the next message, whose cost is `items`, unless it needs several turns; return
+        what it has cost."""
         message = self._next.pop()
         self._begun = _number(message)
         if self._carried_out(message):
@@ -160,9 +160,9 @@ class Connection(asyncio.Protocol):
         return 0
 
     def _carried_out(self, message: object) -> bool:
-        """Return whether this request, or one that the client made after it, has come before.
+        """Return whether this request, or a later one of the client, was carried out already.
 
-        To reserve or pin twice would leak: the client hears one answer.
+        To reserve or pin twice would leak, because the client reads one answer.
         """
         request = _number(message)
         if request < 1:
@@ -183,6 +183,9 @@ class Connection(asyncio.Protocol):
         self._send([request, True, [node_id, epoch]])
 
     def send(self, reply: Reply) -> None:
+        if isinstance(reply.body, PeerError):
+            self._send([reply.request, None, str(reply.body)])
+            return
         self._send([reply.request, True, encoded(reply.body)])
 
     def _send(self, answer: list[object]) -> None:
@@ -200,10 +203,10 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._on_gone(self)
+        self._on_closed(self)
 
 
 def _number(message: object) -> int:
-    """The client's number for its request; 0 where there is none."""
+    """Return the client's number for its request; 0 where there is none."""
     number = message[1] if isinstance(message, list) and len(message) > 1 else 0
     return number if type(number) is int else 0

@@ -33,9 +33,10 @@ class ClientSession:
         self.client_id = client_id
         self.lease_path = lease_path
         self.lease_fd = lease_fd
-        """None for root or one of the group: it holds nothing, so it ends with its connection."""
+        """None for root or a member of the group: it holds nothing, so it ends with its
+        connection."""
         self.hello = 0
-        """The number of its latest HELLO; a client counts on over its connections."""
+        """The number of its latest HELLO; a client counts them over all its connections."""
         self.transport: Speaker | None = None
         """The connection that speaks for it now, None while it has none."""
 
@@ -53,7 +54,7 @@ class Sessions:
         self._by_client: dict[str, ClientSession] = {}
         self._by_number: dict[int, ClientSession] = {}
         self.admitted = 0
-        """Clients since the start."""
+        """Clients admitted since the start."""
 
     def __len__(self) -> int:
         return len(self._by_client)
@@ -62,11 +63,11 @@ class Sessions:
         return self._by_number.get(number)
 
     def enter(self, client_id: str, request: int, transport: Speaker) -> tuple[ClientSession, bool]:
-        """The session of a client that said HELLO, and whether it was known before.
+        """Return the session of a client that said HELLO, and whether it was known before.
 
-        Raises `UsageError` when its lease is not locked, when there are too many clients,
-        and when it has said a later HELLO: what this one says it holds is out of date,
-        and slots that were granted since would be freed under its hands (rule 5).
+        Raises `UsageError` when its lease is not locked, when there are too many clients, and when
+        it has said a later HELLO: what this one says it holds is out of date, and slots that were
+        granted since would be freed under its hands (rule 5).
         """
         session = self._by_client.get(client_id)
         known = session is not None
@@ -83,7 +84,8 @@ class Sessions:
         return sum(session.reads_only for session in self._by_client.values())
 
     def enter_reader(self, uid: int, client_id: str, transport: Speaker) -> ClientSession:
-        """A session for a user who may only read. Raises `UsageError` when there are too many.
+        """Return a session for a user who may only read. Raises `UsageError` when there are too
+        many.
 
         It has a name of its own: nobody becomes another client by knowing its id.
         """
@@ -121,7 +123,7 @@ class Sessions:
         return session
 
     def enter_inside(self, transport: Speaker) -> ClientSession:
-        """A session of a thread of this process, without a lease: `leave_inside` ends it."""
+        """Return a session of a thread of this process, without a lease: `leave_inside` ends it."""
         self.admitted += 1
         session = ClientSession(self.admitted, "", self._leases, -1)
         session.transport = transport
@@ -132,7 +134,7 @@ class Sessions:
         self._by_number.pop(session.number, None)
 
     def forget(self, session: ClientSession) -> None:
-        """Forget a client that is gone for good, and remove its lease."""
+        """Forget a client whose process is dead, and remove its lease."""
         del self._by_client[session.client_id]
         del self._by_number[session.number]
         if session.lease_fd is None:
@@ -145,7 +147,8 @@ class Sessions:
         return list(self._by_client.values())
 
     def leases(self) -> list[tuple[Path, int]]:
-        """The leases that clients hold: their files, and this process's descriptors of them."""
+        """Return the leases that clients hold: their files, and this process's descriptors of
+        them."""
         all_of_them = self._by_client.values()
         return [(s.lease_path, s.lease_fd) for s in all_of_them if s.lease_fd is not None]
 

@@ -25,13 +25,13 @@ from kvstore.core.events import (
     SessionDead,
     Stat,
 )
-from kvstore.errors import DeadlineError, NodeUnavailableError
+from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError
 from kvstore.limits import TOLD_MAX
 from kvstore.node.control.liveness import ClientSession, Sessions
 from kvstore.types import PutResult
 
 TakeBack = Callable[[Answer], Request]
-"""From an answer that nobody waits for any more, what undoes it."""
+"""Makes, of an answer that nobody waits for any more, the event that undoes it."""
 
 
 class LocalSessions:
@@ -89,8 +89,8 @@ class LocalSession:
         self._answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._late: dict[int, TakeBack | None] = {}
-        """Requests whose answers nobody waits for any more; they are still to come."""
-        self._told: set[int] = set()
+        """Requests whose answers nobody waits for any more, but which are still to come."""
+        self._one_way: set[int] = set()
         """Requests whose answers nobody ever waited for."""
         self._session: ClientSession | None = None
 
@@ -118,14 +118,14 @@ class LocalSession:
     @overload
     def ask(self, what: Request, deadline: float, take_back: TakeBack | None = None) -> Answer: ...
     def ask(self, what: Request, deadline: float, take_back: TakeBack | None = None) -> Answer:
-        """The core's answer; session and number of the request are filled in.
+        """Return the core's answer; session and number of the request are filled in.
 
         Raises `NodeUnavailableError` when the node has ended, and `DeadlineError` when no answer
-        has come by `deadline` (seconds of `time.monotonic`): what was asked is carried out all
-        the same.
+        has come by `deadline` (seconds of `time.monotonic`): what was asked is carried out all the
+        same.
 
-        What it then grants to nobody is given back by `take_back` as soon as it is known
-        (rule 5: who was told of no slot writes to none); without it, by `close`.
+        What it then grants to nobody is given back by `take_back` as soon as it is known (rule 5:
+        who was told of no slot writes to none); without it, by `close`.
         """
         request = next(self._requests)
         self._inside.call(lambda: self._post(what, request))
@@ -139,6 +139,8 @@ class LocalSession:
             if isinstance(e, queue.Empty):
                 raise DeadlineError("timed out: the node did not answer") from e
             raise
+        if isinstance(answer.body, PeerError):
+            raise answer.body
         return answer.body
 
     def _give_up(self, request: int, take_back: TakeBack | None) -> None:
@@ -157,8 +159,12 @@ class LocalSession:
         """
         request = next(self._requests)
         with self._lock:
-            self._told.add(request)
+            self._one_way.add(request)
         self._inside.call(lambda: self._post(what, request))
+
+    def hint(self, event: Event) -> None:
+        """Hand over what has no answer (`LocalSessions.tell`)."""
+        self._inside.tell(event)
 
     def _post(self, what: Request, request: int) -> None:
         if self._session is None:
@@ -166,10 +172,10 @@ class LocalSession:
         self._inside.act(what._replace(session=self._session.number, request=request))
 
     def send(self, reply: Reply) -> None:
-        """Called by the event loop with what the core answers."""
+        """Take what the core answers; called by the event loop."""
         with self._lock:
-            if reply.request in self._told:
-                self._told.remove(reply.request)
+            if reply.request in self._one_way:
+                self._one_way.remove(reply.request)
                 return
             if reply.request not in self._late:
                 self._answers.put(reply)

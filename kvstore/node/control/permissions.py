@@ -17,7 +17,7 @@ from kvstore.nodedir import Announcement, NodeDir
 
 
 def group_id(name: str) -> int:
-    """The number of the group called `name`, or numbered so.
+    """Return the number of the group called `name`, or numbered so.
 
     Raises `UsageError` when there is no such group or this user is not in it.
     """

@@ -1,4 +1,4 @@
-"""Gives those who have much for a node's thread to do their turns: so much work each, in a row.
+"""Divides a node's thread among connections with much work: a turn of bounded work each, in a row.
 
 Work is counted in items: a block that a request names is one, the request itself
 `MESSAGE_ITEMS`. What is small is carried out as it comes (control_server.py); whoever has
@@ -17,13 +17,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 MESSAGE_ITEMS = 8
-"""What a message costs besides its blocks: to be read, decoded and answered."""
+"""Cost of a message besides its blocks: it is read, decoded and answered."""
 TURN_ITEMS = 256
 """Work of one turn: 0.1 to 1 ms, 8 ms where each block needs another evicted. Half of it costs
 large requests a tenth more: each turn is a look at all sockets."""
 AT_ONCE_ITEMS = 64
-"""What is carried out of one connection as it comes, before any turn: the requests of who saves
-or loads a few blocks."""
+"""Items of one connection that are carried out as they come, before any turn: requests for a few
+blocks."""
 
 
 class Loop(Protocol):
@@ -33,7 +33,7 @@ class Loop(Protocol):
 
 
 class Turns:
-    """Those who wait for their turns."""
+    """Connections that wait for their turns."""
 
     turn_items = TURN_ITEMS
     at_once_items = AT_ONCE_ITEMS

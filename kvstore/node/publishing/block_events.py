@@ -47,25 +47,27 @@ from kvstore.protocol.block_events import (
 log = logging.getLogger("kvstore.node")
 
 HEARTBEAT_EVERY_S = 1.0
-"""So that a listener knows that the node lives, and what it has missed."""
+"""Seconds between two messages, by which a listener knows that the node lives and what it has
+missed."""
 SNAPSHOT_EVERY_S = 0.05
-"""Between two snapshots at least: with 100,000 blocks one is 5 ms of the loop."""
+"""Shortest time between two snapshots: with 100,000 blocks one takes 5 ms of the loop."""
 LINGER_MS = 200
-"""How long an ending node waits for its last words to leave."""
+"""Time that an ending node waits for its last messages to be sent."""
 STOP_TIMEOUT_S = 2.0
-"""How long it waits for the thread that sends them, which ends with the process."""
+"""Time that it waits for the thread that sends them, which ends with the process."""
 LOOK_EVERY_MS = 50
-"""How often the thread looks whether an answer was taken, while a question waits for that."""
+"""Time between two checks of whether an answer was taken, while a question waits for that."""
 _REQUEST_BYTES_MAX = 64
 _TOPIC_BYTES_MAX = 4096
-"""Of what a listener subscribes to."""
+"""Bytes of a topic that a listener subscribes to."""
 _REQUESTS_AT_ONCE = 64
 _BETWEEN: tuple[list[bytes], ...] = ([], [b""])
-"""What may stand between a listener's name and its request: each message of the answer has it."""
+"""Frames allowed between a listener's name and its request; each message of the answer repeats
+them."""
 
 
 class ReceivedFrame(Protocol):
-    """What is used of `zmq.Frame`."""
+    """The part of `zmq.Frame` that is used."""
 
     def get(self, option: int) -> int: ...
 
@@ -84,11 +86,12 @@ class BlockEvents:
         medium: str = "CPU",
         machine: Machine = REAL,
     ) -> None:
-        """`setting` as `endpoints_of` takes it. Raises `UsageError` without pyzmq."""
+        """Bind the endpoints of `setting`, which is as `endpoints_of` takes it. Raises `UsageError`
+        without pyzmq."""
         try:
             import zmq
         except ImportError as e:
-            remedy = "needs pyzmq: pip install 'kvstore-llm[events]'"
+            remedy = "needs pyzmq: pip install pyzmq"
             raise UsageError("events", setting, remedy) from e
         self._zmq: ModuleType = zmq
         self._setting = setting
@@ -108,7 +111,7 @@ class BlockEvents:
         """Messages that did not fit into the queue."""
         self._queue: deque[EventMessage] = deque()
         self._queued = 0
-        """Cost of what was put into the queue, ever; the thread counts what it took."""
+        """Total cost of what was put into the queue; the thread counts what it took."""
         self._sent = 0
         self._snapshots: deque[Snapshot] = deque(maxlen=1)
         self._ending = False
@@ -184,12 +187,13 @@ class BlockEvents:
         self._queue.append(message)
 
     def _snapshot_soon(self) -> None:
-        """The thread has asked; it may wait, for others' sake."""
+        """Have a snapshot made for the thread, `SNAPSHOT_EVERY_S` after the last one at the
+        earliest."""
         wait_s = self._snapshot_at + SNAPSHOT_EVERY_S - self._loop.time()
         self._loop.call_later(max(wait_s, 0.0), self._snapshot)
 
     def _snapshot(self) -> None:
-        """All blocks that are there, for the thread."""
+        """Give the thread a snapshot of all blocks that are there."""
         if self._ending:
             return
         self._snapshot_at = self._loop.time()
@@ -204,7 +208,8 @@ class BlockEvents:
             os.eventfd_write(self._wake_fd, 1)
 
     def stop(self, *, keep: bool) -> None:
-        """Say that all blocks are gone, unless the node's next start is to `keep` them, and end."""
+        """Publish that no block is left, unless the node's next start is to `keep` them, and
+        end."""
         if not self._thread.is_alive():
             return
         self._cut()

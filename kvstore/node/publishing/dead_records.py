@@ -1,4 +1,4 @@
-"""Removes from the index what nodes left there that are gone for good.
+"""Removes from the index the records of nodes that are gone for good.
 
 The one exception to "a node alone writes its records" (docs/decisions/0097). The living node with
 the lowest id goes round over all records, and removes those of a start of a node that it has not
@@ -20,12 +20,13 @@ log = logging.getLogger("kvstore.node")
 
 LOOK_EVERY_S = 2.0
 REFUSED_S = 3600.0
-"""Until a node that may not list records asks again."""
+"""Pause before a node that may not list records asks again."""
 UNSEEN_S = 24 * 3600.0
 LOOKED_AWAY_S = 60.0
-"""After so long without a look all counts anew: others may have lived meanwhile."""
+"""After this time without a look all counts start again, because others may have lived
+meanwhile."""
 STARTS_MAX = 4096
-"""Starts that are counted at a time; more wait until these are gone."""
+"""Starts that are counted at a time; more wait until these are removed."""
 
 
 class DeadRecords:
@@ -38,7 +39,7 @@ class DeadRecords:
         self._place: Place = (0, 0)
         self._looked_at = float("-inf")
         self._unseen: dict[tuple[int, int], float] = {}
-        """By node id and epoch, since when a start that records name is not announced."""
+        """(node id, epoch) -> since when this start, which records name, is not announced."""
 
     async def run(self) -> None:
         while True:
@@ -56,14 +57,18 @@ class DeadRecords:
         return LOOK_EVERY_S
 
     def _look(self, now: float) -> None:
-        words = {i: Announcement.unpack(raw) for i, raw in self._index.nodes().items()}
-        if self._node_id != min((i for i, word in words.items() if word), default=None):
+        announcements = {i: Announcement.unpack(raw) for i, raw in self._index.nodes().items()}
+        if self._node_id != min(
+            (i for i, announcement in announcements.items() if announcement), default=None
+        ):
             return
 
         def lives(node_id: int, epoch: int) -> bool:
             # Of a node of another version nobody can tell which start it is.
-            word = words.get(node_id)
-            return node_id in words and (word is None or word.epoch == epoch)
+            announcement = announcements.get(node_id)
+            return node_id in announcements and (
+                announcement is None or announcement.epoch == epoch
+            )
 
         goes_on = now <= self._looked_at + LOOKED_AWAY_S
         kept = [(s, at) for s, at in self._unseen.items() if goes_on and not lives(*s)]

@@ -38,7 +38,7 @@ from kvstore.types import Key
 log = logging.getLogger("kvstore.node")
 
 _MESSAGE_COST_BYTES = 1 << 10
-"""What a message takes that waits for a listener, beyond its payload."""
+"""Bytes that a message waiting for a listener takes beyond its payload."""
 
 
 class EventMessage(NamedTuple):
@@ -80,11 +80,11 @@ class _Kept(NamedTuple):
     cost: int
     payload: bytes
     bytes_before: int
-    """What all before it would have taken while they wait."""
+    """Bytes that all messages before it would take while they wait."""
 
 
 class _Question(NamedTuple):
-    """A listener wants all from number `start` on; 0 is what is there."""
+    """A question of a listener that wants everything from number `start` on; 0 means a snapshot."""
 
     who: list[bytes]
     start: int
@@ -120,28 +120,28 @@ class Answers:
         self._topic = topic
         self._medium = medium
         self._kept: deque[_Kept] = deque()
-        """One after the other without a gap."""
+        """Messages with consecutive numbers."""
         self._kept_cost = 0
         self._kept_bytes = 0
-        """What all that was ever kept would have taken while it waits."""
+        """Bytes that all messages ever kept would take while they wait."""
         self._last = -1
         self._snapshot: tuple[int, list[tuple[int, bytes]], int] | None = None
-        """Its number, its parts, and what they take while they wait."""
+        """The snapshot's number, its parts, and the bytes they take while they wait."""
         self._fresh = False
-        """It came for those who wait now."""
+        """Whether the snapshot was made for those who wait now."""
         self._waiting: list[_Question] = []
-        """As they came."""
+        """Questions in the order in which they came."""
         self.needs_snapshot = False
         self._coming = False
-        """A snapshot was asked for."""
+        """Whether a snapshot was asked for."""
         self._going: list[_Going] = []
         self.stuck = False
-        """Somebody waits until an answer is taken, or its listener gone: `give` is to be called
+        """Somebody waits until an answer is taken, or its listener is gone: `give` must be called
         again without another reason."""
         self.dropped = 0
         """Questions that are not answered because too many waited."""
-        self._told = False
-        """That was logged, and something waited ever since."""
+        self._logged = False
+        """Whether that was logged, and something has waited ever since."""
 
     def keep(self, message: EventMessage, payload: bytes) -> None:
         """Keep a message that was published, for listeners who missed it."""
@@ -156,14 +156,15 @@ class Answers:
             self._kept_cost -= self._kept.popleft().cost
 
     def asked(self, who: list[bytes], start: int, origin: Origin) -> None:
-        """`who` wants all from that number on: its name, and what is to stand before an answer."""
+        """Note that `who` (its name, and what is to stand before an answer) wants everything from
+        that number on."""
         own = sum(one.who[0] == who[0] for one in self._waiting)
         if len(self._waiting) < EVENT_REPLAYS_MAX and own < EVENT_ANSWERS_MAX:
             self._waiting.append(_Question(who, start, origin))
             return
         self.dropped += 1
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             log.warning(
                 "a question of a listener to events is not answered: %d wait, %d of them its own; "
                 "%d answers of %d bytes were not taken yet",
@@ -187,7 +188,7 @@ class Answers:
         self._going = [answer for answer in self._going if not answer.tracker.done]
         waiting = [question for question in self._waiting if not question.origin.gone]
         if not self._going and not waiting:
-            self._told = False
+            self._logged = False
         own = Counter(answer.who[0] for answer in self._going)
         going_bytes = sum(answer.size_bytes for answer in self._going)
         full = self.stuck = False

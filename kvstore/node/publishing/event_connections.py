@@ -1,4 +1,4 @@
-"""Knows the connections to the ZeroMQ sockets of a node's events, and can hang up on them.
+"""Tracks the connections to the ZeroMQ sockets of a node's events, and can close them.
 
 ZeroMQ names a listener, but neither says when it is gone nor drops it on demand (only drafts of it
 do); a message tells the descriptor it was read from, though. ZeroMQ may have closed that by now,
@@ -23,13 +23,13 @@ from kvstore.system.descriptors import share
 from kvstore.system.waiting import Waiting
 
 GREETING_MS = 2000
-"""How long a connection may take to show that it speaks ZeroMQ; then ZeroMQ closes it."""
+"""Time that a connection may take to show that it speaks ZeroMQ; then ZeroMQ closes it."""
 _AT_ONCE = 256
 _EVENT = struct.Struct("=hi")
 
 
 class _Socket(Protocol):
-    """What is used of `zmq.Socket`."""
+    """The part of `zmq.Socket` that is used."""
 
     def setsockopt(self, option: int, value: int) -> None: ...
 
@@ -41,17 +41,18 @@ class _Socket(Protocol):
 
 
 class _Context(Protocol):
-    """What is used of `zmq.Context`."""
+    """The part of `zmq.Context` that is used."""
 
     def socket(self, kind: int) -> _Socket: ...
 
 
 class ListenerConnection:
-    """What the descriptor `fd` stands for now. Where it is `None` nothing is known of it: it is
-    never gone, and nobody hangs up on it."""
+    """The connection that the descriptor `fd` stands for now. With `None` nothing is known of it:
+    it is never gone, and nobody disconnects it."""
 
     def __init__(self, fd: int | None, endpoint: str) -> None:
-        """`endpoint` as ZeroMQ says it of the socket that the question came to."""
+        """Identify the connection now. `endpoint` is that of the socket to which the question came,
+        as ZeroMQ writes it."""
         self._fd = fd
         self._endpoint = endpoint
         self._identity = None if fd is None else _identity(fd)
@@ -65,7 +66,8 @@ class ListenerConnection:
 
     @cached_property
     def address(self) -> str:
-        """The host at its other end; empty for one of this host by a path, or that is gone."""
+        """Return the host at its other end; empty for a peer of this host by a path, or for a
+        closed connection."""
         if self._fd is not None:
             with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as connection:
                 peer = connection.getpeername()
@@ -87,16 +89,17 @@ class ListenerConnection:
 class ListenerConnections:
     """All connections to the sockets of one node's events. Not thread-safe.
 
-    ZeroMQ tells when each comes and goes, and not that it has greeted: but who is there for longer
-    than `GREETING_MS` has. Where there is no room, one of the others is hung up on first."""
+    ZeroMQ tells when each comes and goes, but not that it has greeted: a connection older than
+    `GREETING_MS` has. Where there is no room, one of the younger ones is disconnected first.
+    """
 
     def __init__(self, zmq: ModuleType) -> None:
         self._zmq = zmq
         self._monitors: list[_Socket] = []
         self._known: dict[tuple[int, int], ListenerConnection] = {}
-        """By socket and descriptor."""
+        """Connections by socket and descriptor."""
         self._came: deque[tuple[float, ListenerConnection]] = deque()
-        """Those that may not have greeted, and when they came."""
+        """Connections that may not have greeted yet, with the time at which they came."""
         self._new, self._greeted = Waiting[ListenerConnection](), Waiting[ListenerConnection]()
 
     def watch(self, context: _Context, listening: _Socket) -> _Socket:

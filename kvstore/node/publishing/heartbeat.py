@@ -24,7 +24,8 @@ JITTER = 0.2
 UNREACHED = "node %s cannot reach the index, only its own host finds its blocks: %s"
 RENEWED = "node %s cannot tell the index anything new, other hosts find what it was told before: %s"
 ANNOUNCEMENT_TTL_S = NODE_TTL_S - NODE_BELIEVED_S
-"""In the index: a client that looked just before the end believes it for the rest."""
+"""Life of an announcement in the index; a client that read it just before the end believes it for
+`NODE_BELIEVED_S` more."""
 
 
 class Heartbeat:
@@ -60,19 +61,19 @@ class Heartbeat:
         self._on_beat = on_beat
         self._incarnation = ""
         self._first = True
-        """Nothing can have been published yet."""
-        self._said = False
-        """The index has had an announcement of this start."""
+        """True until the first beat: nothing can have been published yet."""
+        self._has_announced = False
+        """Whether the index has had an announcement of this start."""
         self._reachable = True
         self._now = machine.monotonic
         self._started_at = self._now()
         self._warn_at = 0.0
 
     def _renewed(self, error: IndexUnavailableError) -> bool:
-        """Say that the node lives, to an index that refuses to be told more: it may be full.
-        Returns whether what it was told before stays."""
+        """Renew the announcement in an index that refuses a new one: it may be full. Return whether
+        the old announcement stays."""
         cause = error.__cause__ if isinstance(error, IndexBreakerOpenError) else error
-        if not self._said or not isinstance(cause, IndexRefusedError):
+        if not self._has_announced or not isinstance(cause, IndexRefusedError):
             return False  # one that hangs would keep the event loop a second time
         try:
             return self._index.renew(self._announcement.node_id, ANNOUNCEMENT_TTL_S)
@@ -93,6 +94,7 @@ class Heartbeat:
             announcement = dataclasses.replace(
                 self._announcement,
                 index="",
+                disks={},
                 free_bytes=self._free_bytes(),
                 up_s=int(self._now() - self._started_at),
                 resets=resets,
@@ -104,7 +106,7 @@ class Heartbeat:
                 else self._signer.announcement(announcement.pack())
             )
             self._index.announce(announcement.node_id, raw, ANNOUNCEMENT_TTL_S)
-            self._said = True
+            self._has_announced = True
         except IndexUnavailableError as e:
             text = RENEWED if self._renewed(e) else UNREACHED
             self._news(())

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterator
 
 from kvstore.core.events import Reply
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.base import Index
+from kvstore.index.base import Index, KeyedRecord
 from kvstore.machine import REAL, Machine
 from kvstore.node.control.liveness import Speaker
 from kvstore.node.control.turns import AT_ONCE_ITEMS, TURN_ITEMS
@@ -21,14 +22,17 @@ from kvstore.node.control.turns import AT_ONCE_ITEMS, TURN_ITEMS
 log = logging.getLogger("kvstore.node")
 
 PUBLISH_BATCH = 2000
-"""Clients' requests wait while one is under way, 4 ms; Redis works on its first part while
-the next is put together."""
+"""Records of one publication. Clients' requests wait for 4 ms of it; Redis works on its first part
+while the next is packed."""
+COPIES_BATCH = 256
+"""Places of the disks' index that are looked through for records at a time: 2 ms."""
 REMOVE_BATCH = 512
 REMOVE_DELAY_S = 0.05
-"""Removals are only hygiene (a stale record is a miss): they wait to travel together."""
+"""Delay of removals, so that several travel together. They are only hygiene: a stale record is a
+miss."""
 INDEX_RETRY_S = 0.2
 STOP_TIMEOUT_S = 5.0
-"""For all records of a node that ends; what is left then is stale, a miss."""
+"""Time to remove all records of a node that ends; the rest becomes stale, which is a miss."""
 
 
 class Publisher:
@@ -49,12 +53,13 @@ class Publisher:
         self.away = False
         """Whether the last publication failed: then no answer waits for the next one."""
         self.error: IndexUnavailableError | None = None
-        """Why it did, where all of it failed."""
+        """Why it failed, where all of it did."""
         self._held: list[tuple[Speaker, Reply]] = []
         self._large: deque[tuple[Speaker, Reply]] = deque()
-        """What no longer waits for the index, and is sent in turns of the loop."""
+        """Answers that no longer wait for the index, and are sent in turns of the loop."""
         self._flush_due = False
         self._remove_due = False
+        self._round_due = False
 
     def answer(self, to: Speaker, reply: Reply) -> None:
         """Send `reply` once all that was sealed up to now is in the index; at once while the index
@@ -74,6 +79,23 @@ class Publisher:
             self._loop.call_soon(self._flush)
         if self._core.blocks.outbox.removals_pending and not self._remove_due:
             self._remove_later(REMOVE_DELAY_S)
+        if self._core.blocks.outbox.rounds_due and not self._round_due:
+            self._round_due = True
+            self._loop.call_later(0.0, self._go_round)
+
+    def _go_round(self) -> None:
+        """Go on with a round over what is on disks, where the index takes what it finds."""
+        outbox, disk = self._core.blocks.outbox, self._core.disk
+        self._round_due = False
+        if not outbox.rounds_due or disk is None:
+            return
+        waits = outbox.publications_pending > PUBLISH_BATCH or self.away
+        if waits or outbox.removals_pending > REMOVE_BATCH:
+            self._round_due = True
+            self._loop.call_later(REMOVE_DELAY_S, self._go_round)
+            return
+        disk.queue_copies(COPIES_BATCH)
+        self.schedule()
 
     def _flush(self) -> None:
         outbox = self._core.blocks.outbox
@@ -139,7 +161,7 @@ class Publisher:
             self._remove_later(again_s)
 
     def _remove_later(self, wait_s: float) -> None:
-        """Once, however many ask for it meanwhile."""
+        """Schedule a removal once, however many ask for it meanwhile."""
         self._remove_due = True
         self._loop.call_later(wait_s, self._remove_due_now)
 
@@ -157,11 +179,21 @@ class Publisher:
         """Remove the records of all blocks, for at most `STOP_TIMEOUT_S`: the node ends and its
         segment goes. Raises `IndexUnavailableError`."""
         give_up_at = self._now() + STOP_TIMEOUT_S
-        while self._now() < give_up_at:
-            batch = self._core.blocks.take_published(REMOVE_BATCH)
-            if not batch:
+        for batch in self._published():
+            if self._now() >= give_up_at:
                 return
             self._index.remove(batch)
+
+    def _published(self) -> Iterator[list[KeyedRecord]]:
+        blocks, disk, start = self._core.blocks, self._core.disk, 0
+        while batch := blocks.take_published(REMOVE_BATCH):
+            yield batch
+        while disk is not None:
+            copies, start = disk.index.walk(start, REMOVE_BATCH)
+            if copies:
+                yield [(copy.key, blocks.copy_record(copy)) for copy in copies]
+            if not start:
+                return
 
 
 def _items(reply: Reply) -> int:

@@ -30,11 +30,11 @@ from kvstore.system.small_json import parse_object
 log = logging.getLogger("kvstore.node")
 
 RECORD_ID = (1 << 64) - 1
-"""Under this number of no node the index keeps all resets, longer than any node lives."""
+"""The number, no node's, under which the index keeps all resets longer than any node lives."""
 WARNED_EVERY_S = 30.0
-"""Between two warnings that the run directory takes no more."""
+"""Pause between two warnings that the run directory takes no more."""
 POLL_S = 0.2
-"""Between two looks of a node that catches up."""
+"""Pause between two looks of a node that catches up."""
 
 
 class ResetNews:
@@ -60,13 +60,14 @@ class ResetNews:
         self._written = ""
         self._incarnation = ""
         self._peers: set[int] = set()
-        """Nodes that were announced when this one looked last, itself among them."""
+        """Nodes that were announced when this one looked last, itself included."""
         self._put_at = self._warn_at = float("-inf")
 
     # --- what the index keeps beyond the life of nodes --------------------
 
     def _in_index(self) -> str:
-        """The resets that a node put into the index last; empty where they cannot be believed."""
+        """Return the resets that a node put into the index last; empty where they cannot be
+        believed."""
         try:
             raw = self._index.node(RECORD_ID)
         except IndexUnavailableError:
@@ -89,23 +90,23 @@ class ResetNews:
     def unknown_to(
         self, resets: Resets, announcements: Iterable[Announcement]
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """Resets that others tell of and this node does not know, each once."""
+        """Return resets that others tell of and this node does not know, each once."""
         found: dict[int, tuple[int, ...]] = {}
-        words = [
+        served = [
             announcement
             for announcement in announcements
             if announcement.key_prefix == self._key_prefix
         ]
-        self._peers = {announcement.node_id for announcement in words}
-        told = [announcement.resets for announcement in words]
-        for text in (*told, *self._told_here(), self._in_index()):
+        self._peers = {announcement.node_id for announcement in served}
+        told = [announcement.resets for announcement in served]
+        for text in (*told, *self._on_file(), self._in_index()):
             if text:
                 found.update(resets.news(Resets.unpack(text)))
         return sorted(found.items())
 
-    def _told_here(self) -> Iterable[str]:
-        """The resets that nodes of this run directory, alive or not, have on file; this node's
-        former start is one of them."""
+    def _on_file(self) -> Iterable[str]:
+        """Yield the resets that nodes of this run directory, alive or not, have on file; this
+        node's former start is one of them."""
         for directory in self._machine.node_dirs(self._run_dir):
             kept = directory.kept_resets()
             if kept.get("key_prefix") == self._key_prefix:

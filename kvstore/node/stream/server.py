@@ -25,6 +25,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.control.local_session import LocalSessions
 from kvstore.node.nixl_sidecar import NixlSidecar
 from kvstore.node.seldom import Seldom
+from kvstore.node.stream.disk_reads import DiskReads
 from kvstore.node.stream.service import ServedSegment, StreamService
 from kvstore.node.stream.unproven import Guest, Unproven
 from kvstore.nodedir import Announcement
@@ -50,14 +51,14 @@ from kvstore.transport.stream.transport import NAME as STREAM
 log = logging.getLogger("kvstore.node")
 
 V4_IN_V6 = "::ffff:"
-"""How a socket for both names who came by IPv4."""
+"""The form in which a socket for both names a peer that came by IPv4."""
 STOP_TIMEOUT_S = 2.0
 END_WARNED_EVERY_S = 6 * 3600.0
-"""Of a certificate that ends soon."""
+"""Pause between two warnings of a certificate that ends soon."""
 ACCEPT_POLL_S = 0.2
 IDLE_MIN_S = 1.0
-"""A connection that has asked for nothing for so long goes when another client needs its room; its
-own client connects again."""
+"""Time without a request after which a connection may be closed for another client; its own client
+connects again."""
 
 
 class StreamServer:
@@ -70,8 +71,9 @@ class StreamServer:
         inside: LocalSessions,
         segment: ServedSegment,
         nixl: NixlSidecar | None,
+        disks: DiskReads | None = None,
     ) -> None:
-        """Listen from here on; `segment` and `nixl` are this object's to end.
+        """Listen from here on; `segment`, `nixl` and `disks` are this object's to end.
 
         Raises `UsageError` when the address cannot be used.
         """
@@ -81,13 +83,14 @@ class StreamServer:
             self._open(config, announcement)
         self._segment = segment
         self.nixl = nixl
+        self._disks = disks
         if self.nixl is not None:
             self.transports[NIXL] = agent_prefix(*self._node)
-        self._service = StreamService(segment, self._node, inside, nixl)
+        self._service = StreamService(segment, self._node, inside, nixl, disks)
         self._lock = threading.Lock()
         self._unproven = Unproven()
         self._guests: set[Guest] = set()
-        """Those who have proved that they may come in."""
+        """Connections that have proved that they may come in."""
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._say = Seldom(log)
@@ -116,7 +119,7 @@ class StreamServer:
         scheme = "tcp" if tls is None else "tls"
         self.address = Address(scheme, shown, at or self._listener.getsockname()[1])
         self.transports = {STREAM: str(self.address)}
-        """What the node announces."""
+        """The transports that the node announces."""
 
     def start(self) -> None:
         REAL.start_thread(self._accept, "kvstore-accept")
@@ -141,6 +144,8 @@ class StreamServer:
         self._listener.close()
         if self.nixl is not None:
             self.nixl.stop()
+        if self._disks is not None:
+            self._disks.close()
         for guest in guests:
             hang_up(guest.socket)
         give_up_at = time.monotonic() + STOP_TIMEOUT_S
@@ -258,7 +263,7 @@ class StreamServer:
         hang_up(longest.socket)
         return True
 
-    def _gone(self, guest: Guest) -> None:
+    def _closed_by(self, guest: Guest) -> None:
         with self._lock:
             self._unproven.leave(guest)
             self._guests.discard(guest)
@@ -287,7 +292,7 @@ class StreamServer:
         except (OSError, ValueError) as e:  # of the TLS handshake; or the segment is closed
             self._say.warning("node %s: connection from %s: %s", self._name, guest.address, e)
         finally:
-            self._gone(guest)
+            self._closed_by(guest)
 
     def _encrypt(self, guest: Guest) -> None:
         tls = self._security.server_context()

@@ -11,6 +11,7 @@ import xxhash
 
 from kvstore.core.answers import Grant
 from kvstore.core.events import (
+    ELSEWHERE,
     Abort,
     Commit,
     Corrupt,
@@ -37,8 +38,10 @@ from kvstore.limits import (
 from kvstore.node.control.local_session import LocalSession, LocalSessions
 from kvstore.node.control.turns import TURN_ITEMS
 from kvstore.node.nixl_sidecar import NixlSidecar
+from kvstore.node.stream.disk_reads import DiskReads
 from kvstore.node.stream.shares import Shares
 from kvstore.protocol import control_events
+from kvstore.protocol.chunks import Digests, chunked
 from kvstore.protocol.control_replies import encoded, encoded_outcome
 from kvstore.protocol.stream import (
     GRANTED,
@@ -58,20 +61,22 @@ from kvstore.segment.cuda import ServedCuda
 from kvstore.segment.header import fields
 from kvstore.segment.locate import Spot, locate
 from kvstore.token_bucket import TokenBucket
+from kvstore.transport.base import Read
+from kvstore.transport.disk import SUSPECT_REASONS
 from kvstore.transport.stream.channel import Channel
-from kvstore.transport.stream.chunks import Digests, chunked
-from kvstore.types import Key, Location, PutResult, rejected
+from kvstore.types import DiskBlock, Key, Location, PutResult, rejected
 
 REQUEST_TIMEOUT_S = 2.0
-"""For all bytes of a request's frame, once it has begun."""
+"""Time for all bytes of a request's frame, once it has begun."""
 TRANSFER_TIMEOUT_MAX_S = 60.0
 RESERVED_TIMEOUT_S = 5.0
-"""A save's slots are reserved for so long at most, besides the time of its bytes."""
+"""Time for which a save's slots are reserved at most, besides the time of its bytes."""
 SNAPSHOT_BYTES = 64 << 10
-"""A group up to this size is copied first, and then all of it leaves in one call."""
+"""A group up to this size is copied first and then sent in one call."""
 CHECKSUMS_KEPT_MAX = 1 << 16
 CONTROL_EVENTS = (Stat, Explain, Touch, Suspect, Drop, Reset)
-"""What a client on another host may ask of the core besides reading and saving."""
+"""Events that a client on another host may ask of the core besides reading and saving."""
+_VERDICTS = {Read.HIT: Sent.GOOD, Read.MISS: Sent.MISS, Read.FAILED: Sent.FAILED}
 Part = memoryview | bytes
 """A part of what is sent."""
 NOT_HERE = rejected("this node's slots are written by a device, and not from other hosts")
@@ -79,7 +84,7 @@ CHECKSUM_WRONG = rejected("its bytes arrived with another checksum")
 
 
 ServedSegment = AttachedShm | ServedCuda
-"""Of which only the first takes saves."""
+"""The segments that can be served; only the first kind takes saves."""
 
 
 class Served(NamedTuple):
@@ -106,8 +111,9 @@ class StreamService:
         node: tuple[int, int],
         inside: LocalSessions,
         nixl: NixlSidecar | None = None,
+        disks: DiskReads | None = None,
     ) -> None:
-        """`node` is (node id, epoch)."""
+        """Prepare to serve. `node` is (node id, epoch); `disks` are its own, if it has some."""
         self._segment = segment
         self._node = node
         self._inside = inside
@@ -116,6 +122,7 @@ class StreamService:
         self._lock = threading.Lock()
         """Guards `_checks`."""
         self._nixl = nixl
+        self._disks = disks
         self._shares = Shares(segment.superblock.size_bytes // STREAM_RESERVED_SHARE)
 
     def request(self, channel: Channel) -> tuple[Frame, int]:
@@ -130,7 +137,8 @@ class StreamService:
         """Receive the rest of `request` and answer. Raises `PeerError` when the connection is to
         end.
 
-        `client` is whose share of what can be reserved it takes from: the address of its host.
+        `client` is whose share of what can be reserved, or read from disks, it takes from: the
+        address of its host.
         """
         kind, size_bytes = request
         began = time.monotonic()
@@ -138,10 +146,15 @@ class StreamService:
         if kind is Frame.READ:
             timeout_s, asked = unpack_read(body, self._node[0])
             _check_batch([one.location.length for one in asked])
-            self._read(channel, asked, began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S))
+            deadline = began + min(timeout_s, TRANSFER_TIMEOUT_MAX_S)
+            # A request for both has those in memory alone: a disk would have them wait.
+            if self._disks is not None and all(one.location.segment for one in asked):
+                self._read_disks(self._disks, channel, asked, client, deadline)
+            else:
+                self._read(channel, asked, deadline)
         elif kind is Frame.LOOK:
             timeout_s, asked = unpack_read(body, self._node[0])
-            heads = _heads([self._spot(key, location) for key, location in asked])
+            heads = _heads([self._found(key, location) for key, location in asked])
             channel.send([pack_heads(heads, channel.seals.sent)], began + REQUEST_TIMEOUT_S)
         elif kind is Frame.PUT:
             timeout_s, namespace_id, fields, offers = unpack_put(body)
@@ -173,7 +186,38 @@ class StreamService:
             out = self._group(channel, out, [(asked[i].key, there[i]) for i in group], deadline)
         channel.send(out, deadline)
         if there:
-            self._inside.tell(Touch(0, [asked[i].key for i in there]))
+            self._inside.tell(Touch(ELSEWHERE, [asked[i].key for i in there]))
+
+    def _read_disks(
+        self,
+        disks: DiskReads,
+        channel: Channel,
+        asked: Sequence[Asked],
+        client: str,
+        deadline: float,
+    ) -> None:
+        """Send the blocks asked for that are on disks, group by group. What cannot be read after
+        all is called off behind its place, which is empty."""
+        blocks = [disks.find(*one) for one in asked]
+        there = {i: block for i, block in enumerate(blocks) if block is not None}
+        seal, used, suspects = channel.seals.sent, list[Key](), list[Key]()
+        out: list[Part] = [pack_heads(_heads(blocks), seal)]
+        for group in grouped((i, block.length) for i, block in there.items()):
+            with disks.read(client, [asked[i] for i in group], deadline) as (payloads, outcomes):
+                for payload in payloads:
+                    seal.update(payload)
+                channel.send([*out, *payloads], deadline)
+            verdicts = [_VERDICTS[outcome.read] for outcome in outcomes]
+            sums = [there[i].checksum for i in group]
+            out = [pack_tails(list(map(Tail, verdicts, sums)), seal)]
+            for i, outcome in zip(group, outcomes, strict=True):
+                used += [asked[i].key] if outcome.read is Read.HIT else []
+                suspects += [asked[i].key] if outcome.reason in SUSPECT_REASONS else []
+        channel.send(out, deadline)
+        if used:
+            self._inside.tell(Touch(ELSEWHERE, used))
+        if suspects:
+            self._inside.tell(Suspect(ELSEWHERE, suspects))
 
     def _group(
         self,
@@ -217,7 +261,8 @@ class StreamService:
         return [*before, pack_tails(tails, seal)]
 
     def _served_checksum(self, key: Key, spot: Spot) -> int:
-        """The checksum of a block when it was first served; 0 when it was not served before."""
+        """Return the checksum of a block when it was first served; 0 when it was not served
+        before."""
         served = self._served.get(key)
         same = served is not None and served[:2] == (spot.slot_id, spot.header[0])
         return served.checksum if served is not None and same else 0
@@ -229,6 +274,11 @@ class StreamService:
 
     def _spot(self, key: bytes, location: Location) -> Spot | None:
         return locate(self._segment, key, location) if location.epoch == self._node[1] else None
+
+    def _found(self, key: Key, location: Location) -> Spot | DiskBlock | None:
+        if location.segment and self._disks is not None:
+            return self._disks.find(key, location)
+        return self._spot(key, location)
 
     # --- saving -------------------------------------------------------------
 
@@ -307,7 +357,7 @@ class StreamService:
         ]
 
     def _receive(self, channel: Channel, offset: int, offer: SaveOffer, deadline: float) -> bool:
-        """Receive the payload of one offer into its slot; whether it is what was offered."""
+        """Receive the payload of one offer into its slot. Return whether it is what was offered."""
         assert self._segment.payload is not None
         digests = Digests([offer.size_bytes])
         for chunk in chunked([[self._segment.payload[offset : offset + offer.size_bytes]]]):
@@ -318,7 +368,8 @@ class StreamService:
         return digests.value() == offer.checksum
 
     def _ask(self, session: LocalSession, what: Request, deadline: float) -> Any:
-        """The core's answer, to as many parts as leave the node's other clients their turns."""
+        """Return the core's answer, to as many parts as leave the node's other clients their
+        turns."""
         replies: list[Reply] = []
         parts: Sequence[Any] = parts_of(what, TURN_ITEMS)
         for part in parts:
@@ -333,7 +384,7 @@ class StreamService:
     # --- the rest -----------------------------------------------------------
 
     def _control(self, channel: Channel, message: list[object], deadline: float) -> None:
-        event = control_events.decode(0, message)
+        event = control_events.decode(ELSEWHERE, message)
         if not isinstance(event, CONTROL_EVENTS):
             raise WireError(f"op {message[0]} is not for clients on other hosts")
         if isinstance(event, Touch | Suspect):
@@ -369,10 +420,14 @@ class StreamService:
                     self._inside.tell(Corrupt(slot_id, generation))
 
 
-def _heads(spots: Sequence[Spot | None]) -> list[Head]:
-    return [
-        Head(Sent.MISS) if spot is None else Head(Sent.GOOD, *spot.header[4:6]) for spot in spots
-    ]
+def _heads(found: Sequence[Spot | DiskBlock | None]) -> list[Head]:
+    return [Head(Sent.MISS) if one is None else Head(Sent.GOOD, *_described(one)) for one in found]
+
+
+def _described(found: Spot | DiskBlock) -> tuple[int, int]:
+    if isinstance(found, Spot):
+        return found.header[4:6]
+    return found.kind, found.meta_length
 
 
 def _check_batch(sizes: Sequence[int]) -> None:

@@ -24,11 +24,11 @@ class Guest:
         self.address = address
         self.came_at = time.monotonic()
         self.idle_since: float | None = None
-        """None while it is asked for something, and before it has proved that it may ask."""
+        """None while it has a request, and before it has proved that it may ask."""
 
 
 class Unproven(Waiting[Guest]):
-    """The connections that have not proved it yet. Not thread-safe."""
+    """Connections that have not proved that they know the secret. Not thread-safe."""
 
     def let_in(self, guest: Guest) -> Guest | None:
         """Let `guest` in; returns the connection to hang up on for it, if any."""

@@ -22,10 +22,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore import AsyncClient, BlockSession, Client, Limits, Namespace
+from kvstore import AsyncClient, Client, Limits, Namespace
 from kvstore.cli import main as kvstore
 from kvstore.client.base import Reservation
 from kvstore.errors import PeerError, UsageError
+from kvstore.spi import BlockSession
 from kvstore.system.on_failure import on_failure
 from kvstore.types import Value
 

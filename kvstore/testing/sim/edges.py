@@ -14,10 +14,10 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 from kvstore.client import pins, reader
-from kvstore.client.remote import fetch
+from kvstore.client.nodes import fetch
 from kvstore.client.values import put_pipeline
 from kvstore.compiled import part
-from kvstore.core import blocks
+from kvstore.core import blocks, node
 from kvstore.segment import batch_read, shm
 from kvstore.testing.sim.models import memory
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PART_BYTES_MIN = 4000
 """So that puts of several values are worked on in parts, as large ones are."""
-GONE_KEYS_MAX, PENDING_REMOVE_MAX = 64, 1000
+RESERVATIONS_MAX, GONE_KEYS_MAX, PENDING_REMOVE_MAX = 12, 64, 1000
 """So that a node of a few blocks reaches them."""
 
 
@@ -38,6 +38,7 @@ def _edges(world: World) -> Iterator[tuple[ModuleType, str, object]]:
     threads = SimpleNamespace(local=threading.local, Thread=lambda **_: no_thread)
     yield pins, "threading", threads
     yield put_pipeline, "PART_BYTES_MIN", PART_BYTES_MIN
+    yield node, "RESERVATIONS_MAX", RESERVATIONS_MAX
     yield blocks, "GONE_KEYS_MAX", GONE_KEYS_MAX
     yield blocks, "PENDING_REMOVE_MAX", PENDING_REMOVE_MAX
     for module in (reader, fetch, batch_read):

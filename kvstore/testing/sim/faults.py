@@ -60,7 +60,7 @@ class Faults:
     client_signal: float = 1.0
     """In the main thread of a client a handler of signals raises, where one of its calls waits."""
     forked: float = 0.05
-    """Whoever saves has the copying done by a child, forked without Python (client/local/lease.py):
+    """Whoever saves has the copying done by a child, forked without Python (client/nodes/lease.py):
     it has all that its parent has, and goes on when that is killed."""
 
     def calm(self) -> Self:

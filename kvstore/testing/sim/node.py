@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(
     inline_bytes=6000,
-    reservations_per_client=12,
     pins_per_client=6,
 )
 TURN_ITEMS = 2

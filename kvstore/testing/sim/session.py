@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.client import Client
-from kvstore.client.local.reaper import Reaper
+from kvstore.client.nodes.reaper import Reaper
 from kvstore.client.session import BlockSession
 from kvstore.index.open import OpenedIndex
 from kvstore.index.outage import GuardedIndex

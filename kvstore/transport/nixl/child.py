@@ -36,26 +36,27 @@ import msgpack
 
 MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 INSTALL = "pip install --no-deps nixl-cu12, or nixl-cu13 beside CUDA 13"
-"""Both declare torch, with CUDA 3 GB, and need numpy alone."""
+"""Both packages declare torch, with CUDA 3 GB, but need only numpy."""
 OK, ERROR, LATE = 0, 1, 2
 """What became of a request. LATE: its READ goes on, and may write for as long as this lives."""
 WAY, ADD, READ, REMOVE = 1, 2, 3, 4
 HELLO = 0
-"""The request that nobody made: it is answered when the process is ready."""
+"""The number of no request: it is answered when the process is ready."""
 DRAM, VRAM = "DRAM", "VRAM"
-"""What NIXL calls kinds of memory."""
+"""NIXL's names for kinds of memory."""
 PACKET_BYTES_MAX = 256 << 10
 PROBE_BYTES = 4096
 IDLE_POLL_S = 0.02
-"""How often an owner lets UCX work when nobody is about to connect: 0.4% of a core."""
+"""Seconds between two calls by which an owner lets UCX work when nobody is about to connect: 0.4%
+of a core."""
 EAGER_S = 2.0
-"""How long it does so all the time after somebody asked for the endpoint."""
+"""Seconds for which it does so without a pause after somebody asked for the endpoint."""
 EAGER_POLL_S = 0.0005
 SPIN_S = 0.002
-"""How long a reader looks for the end of a READ without a pause."""
+"""Seconds for which a reader polls for the end of a READ without a pause."""
 ORPHAN_CHECK_S = 1.0
 Agent: TypeAlias = Any
-"""NIXL's agent: NIXL has no types."""
+"""NIXL's agent; NIXL has no types."""
 Message: TypeAlias = list[Any]
 """A packet of the parent's, as msgpack reads it, or a part of one. The parent is trusted."""
 
@@ -94,7 +95,8 @@ def make_agent(name: str) -> Agent:
 
 
 def map_file(fd: int, size_bytes: int, protection: int) -> int:
-    """The address of a shared mapping; Python's own mmap has no address when it is read-only."""
+    """Return the address of a shared mapping; Python's own mmap has no address when it is
+    read-only."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [
@@ -108,7 +110,7 @@ def map_file(fd: int, size_bytes: int, protection: int) -> int:
 
 
 class ChildMemory(NamedTuple):
-    """A range of memory in this process, and as what it is registered."""
+    """A range of memory in this process, and the kind as which it is registered."""
 
     address: int
     size_bytes: int
@@ -140,13 +142,13 @@ def device_memory(
 
 def register(agent: Agent, regions: Sequence[ChildMemory]) -> None:
     for kind in (DRAM, VRAM):
-        its = [(r.address, r.size_bytes, r.device, "") for r in regions if r.kind == kind]
-        if its:
-            agent.register_memory(its, kind)
+        of_kind = [(r.address, r.size_bytes, r.device, "") for r in regions if r.kind == kind]
+        if of_kind:
+            agent.register_memory(of_kind, kind)
 
 
 class Parent:
-    """The other end. Its death ends this process, which holds nothing worth an orderly end."""
+    """The parent process. Its death ends this process, which holds nothing worth an orderly end."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -156,7 +158,7 @@ class Parent:
         self._checked_at = time.monotonic()
 
     def request(self, timeout_s: float) -> Message | None:
-        """The next one, None when none came in time."""
+        """Return the next request; None when none came in time."""
         if not self._poll.poll(timeout_s * 1000):
             now = time.monotonic()
             if now >= self._checked_at + ORPHAN_CHECK_S:
@@ -221,7 +223,8 @@ def file_owner(parent: Parent, name: str, head_path: str, access: str, data_path
 def vram_owner(
     parent: Parent, name: str, head_path: str, access: str, segment_bytes: str, *memory: str
 ) -> None:
-    """The probe is that of docs/decisions/0053, behind the segment: it proves reads of VRAM."""
+    """Run `owner` for VRAM. The probe of docs/decisions/0053, which proves reads of VRAM, lies
+    behind the segment."""
     data = device_memory(*memory, writable=access == "writable")
     probe = hashlib.shake_128(bytes.fromhex(memory[-1])).digest(PROBE_BYTES)
     head = mapped_file(head_path, writable=False)
@@ -232,7 +235,7 @@ def vram_owner(
 
 
 class Flight(NamedTuple):
-    """A READ under way: its stages follow one another, each when the one before is done."""
+    """A READ in flight: its stages follow one another, each when the one before is done."""
 
     number: int
     deadline: float
@@ -242,7 +245,7 @@ class Flight(NamedTuple):
 
 
 class ReadingAgent:
-    """Carries out requests of the parent; several READs may be under way."""
+    """Carries out requests of the parent; several READs may be in flight."""
 
     def __init__(self, parent: Parent, name: str, arena_fd: int, *vram: str) -> None:
         """`vram` is the arena on a device, if there is one: its MEMORY."""
@@ -260,7 +263,8 @@ class ReadingAgent:
         register(self._agent, self._arenas)
         self._flights: list[Flight] = []
         self._given_up: list[Flight] = []
-        """Their handles are never released: bytes may still come. The parent will kill us."""
+        """READs that were given up. Their handles are never released, because bytes may still come.
+        The parent will kill this process."""
 
     def run(self) -> None:
         spin_until = 0.0
@@ -296,8 +300,9 @@ class ReadingAgent:
 
     def _read(self, number: int, name: str, timeout_s: float, stages: list[Message]) -> None:
         def start(stage: Message) -> object:
-            """`stage`: u64 triples (their address there, offset in the arena, length), which device
-            of the owner's they are on (-1: none), and the arena: 0 in host memory, 1 in VRAM."""
+            """Begin a READ. `stage` has u64 triples (their address there, offset in the arena,
+            length), which device of the owner's they are on (-1: none), and the arena: 0 in host
+            memory, 1 in VRAM."""
             pieces, device, arena_number = stage
             arena = self._arenas[arena_number]
             numpy = self._numpy
@@ -323,7 +328,7 @@ class ReadingAgent:
         self._flights.append(flight)
 
     def _goes_on(self, flight: Flight) -> bool:
-        """Return whether it is still under way; else its end has been told."""
+        """Return whether it is still in flight; otherwise its end was reported."""
         try:
             state = self._agent.check_xfer_state(flight.handles[-1])
             while state == "DONE" and flight.stages:

@@ -59,7 +59,8 @@ class NixlProcess:
         pass_fds: Sequence[int] = (),
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ended` is called when the process was reaped: by then it writes nowhere any more.
+        """Start the process. `ended` is called when it was reaped: by then it writes nowhere any
+        more.
 
         Raises `OSError` when it cannot be started, and `NodeUnavailableError` when nobody could
         listen to it.
@@ -160,7 +161,8 @@ class NixlProcess:
 
 
 def wait_for(future: Future[ChildAnswer], deadline: float, late: str) -> object:
-    """The body of an `OK` answer. Raises `DeadlineError` with `late`, or `NodeUnavailableError`."""
+    """Return the body of an `OK` answer. Raises `DeadlineError` with `late`, or
+    `NodeUnavailableError`."""
     try:
         status, body = future.result(max(deadline - time.monotonic(), 0.0))
     except TimeoutError:

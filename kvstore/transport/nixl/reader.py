@@ -26,14 +26,15 @@ from kvstore.transport.nixl.process import ChildAnswer, NixlProcess, wait_for
 from kvstore.transport.nixl.vram import VramArena
 
 HEADERS_BYTES = NIXL_PIECES_MAX * 64
-"""Of one part, behind the payload."""
+"""Bytes of one part for headers, behind the payload."""
 PART_BYTES = NIXL_REQUEST_BYTES_MAX + HEADERS_BYTES
 READ_TIMEOUT_MIN_S = 0.25
-"""A READ gets as long, whatever its caller's deadline, before it makes the arena suspect."""
+"""The shortest time that a READ gets before it makes the arena suspect, whatever its caller's
+deadline."""
 OVERDUE_S = 1.0
-"""How long after that the process has to say that it is late."""
+"""Seconds after that in which the process has to report that it is late."""
 DRAIN_S = 1.0
-"""How long others' READs may go on in a retired arena."""
+"""Seconds for which READs of others may continue in a retired arena."""
 
 
 class Part(NamedTuple):
@@ -41,10 +42,10 @@ class Part(NamedTuple):
 
     number: int
     start: int
-    """In the arena."""
+    """Position in the arena."""
     memory: memoryview
     vram: int = 0
-    """The address of its room on a device, for payload alone; 0: it has none."""
+    """Address of its room on a device, for payload only; 0: it has none."""
 
 
 class Stage(NamedTuple):
@@ -62,7 +63,7 @@ class NixlReader:
     """A process that READs, with its arena of `NIXL_REQUESTS_MAX` parts. Thread-safe."""
 
     def __init__(self, name: str, vram: VramArena | None = None) -> None:
-        """Gives `vram` back when nobody READs into it any more."""
+        """Start the reading process; it gives `vram` back when nobody READs into it any more."""
         self.vram = vram
         size_bytes = NIXL_REQUESTS_MAX * PART_BYTES
         fd = os.memfd_create("kvstore-nixl", os.MFD_CLOEXEC)
@@ -127,7 +128,7 @@ class NixlReader:
     # --- reading ------------------------------------------------------------
 
     def take(self, deadline: float) -> Part | None:
-        """Room for a request until `give`, None when none is free by `deadline`."""
+        """Return room for a request until `give`, None when none is free by `deadline`."""
         with self._lock:
             while not self._free:
                 now = time.monotonic()
@@ -156,7 +157,7 @@ class NixlReader:
         return future
 
     def abandon(self, part: Part, future: Future[ChildAnswer]) -> None:
-        """Free the part once its READ has ended well; nobody waits for that any more."""
+        """Free the part once its READ has ended well; nobody waits for the READ any more."""
 
         def free(ended: Future[ChildAnswer]) -> None:
             if ended.result().status == OK:

@@ -27,7 +27,7 @@ from kvstore.transport.stream.transport import CHECKSUM_REASON, NOT_THERE_REASON
 from kvstore.types import Key, Location
 
 AHEAD = 2
-"""Requests of one batch at the same time: one is copied while the next is read."""
+"""Requests of one batch in flight: one is copied while the next is read."""
 LATE_REASON = "the READ did not end in time"
 CHUNKS_MAX = NIXL_PIECES_MAX // 3
 _PIECE = struct.Struct("<QQQ")
@@ -40,11 +40,13 @@ class RemoteLayout(Protocol):
     def header_bytes(self) -> int: ...
 
     def places(self, location: Location) -> tuple[int, int] | None:
-        """The offsets of the block's header and payload; None when the location leads nowhere."""
+        """Return the offsets of the block's header and payload; None when the location leads
+        nowhere."""
         ...
 
     def seen(self, image: bytes, key: Key, location: Location) -> tuple[int, int, int] | None:
-        """(kind, meta length, checksum) in a header; None unless it says what the location does."""
+        """Return (kind, meta length, checksum) in a header; None unless it says what the location
+        does."""
         ...
 
 
@@ -58,7 +60,7 @@ class _Chunk(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A READ under way."""
+    """A READ in flight."""
 
     chunks: Sequence[_Chunk]
     part: Part
@@ -67,7 +69,7 @@ class _Request(NamedTuple):
 
 
 class _Block:
-    """One block, and what of it has come; its chunks come in order."""
+    """One block, and how much of it has arrived; its chunks arrive in order."""
 
     __slots__ = ("came_bytes", "digest", "image", "pieces", "seen", "vram", "wanted")
 
@@ -78,10 +80,10 @@ class _Block:
         self.vram = wanted.vram if to_vram and checked else None
         self.came_bytes = 0
         self.pieces = [piece for piece in wanted.into if piece.nbytes]
-        """Where what is still to come goes, unless that is `vram`."""
+        """Destination of the rest, unless that is `vram`."""
         self.digest = xxhash.xxh3_64()
         self.image = b""
-        """Its header, the same before and after all that has come."""
+        """The header, the same before and after all that has arrived."""
         self.seen = (0, 0, 0)
         """Kind, meta length and checksum, from that header."""
 
@@ -108,7 +110,8 @@ class NixlBatch:
         self._flying: deque[_Request] = deque()
 
     def read(self, blame: Callable[[str], None]) -> Sequence[Outcome]:
-        """See `Transport.read`; `blame` hears why when it is the peer's fault that it failed."""
+        """See `Transport.read`; `blame` is called with the reason when a failure is the peer's
+        fault."""
         try:
             reason = self._read()
         except PeerError as e:
@@ -121,7 +124,7 @@ class NixlBatch:
         return [outcome or failed for outcome in self._outcomes]
 
     def _read(self) -> str:
-        """Why not all of it was read in time, empty when it was. Raises `PeerError`."""
+        """Return why not all of it was read in time, empty when it was. Raises `PeerError`."""
         left = self._plan()
         chunks = next(left, None)
         while chunks is not None or self._flying:
@@ -154,9 +157,9 @@ class NixlBatch:
         self._flying.append(_Request(chunks, part, future, now))
 
     def _late(self, request: _Request) -> str:
-        """Why a READ that is late failed. Unless the caller gave it less than `READ_TIMEOUT_MIN_S`,
-        it is the peer's fault, and the arena is retired: bytes may still come. Then raises
-        `DeadlineError`."""
+        """Return why a READ that is late failed. Unless the caller gave it less than
+        `READ_TIMEOUT_MIN_S`, it is the peer's fault, and the arena is retired, because bytes may
+        still come. Then raises `DeadlineError`."""
         if time.monotonic() - request.posted_at < READ_TIMEOUT_MIN_S:
             return LATE_REASON
         self._reader.retire()
@@ -165,7 +168,7 @@ class NixlBatch:
     # --- planning -----------------------------------------------------------
 
     def _plan(self) -> Iterator[list[_Chunk]]:
-        """The chunks that each request reads; large blocks are cut."""
+        """Yield the chunks that each request reads; large blocks are cut."""
         chunks: list[_Chunk] = []
         room = NIXL_REQUEST_BYTES_MAX
         for number, block in enumerate(self._blocks):
@@ -190,8 +193,8 @@ class NixlBatch:
             yield chunks
 
     def _stages(self, chunks: Sequence[_Chunk], part: Part) -> list[Stage]:
-        """The stages of a READ: headers, payload, headers, in this order, so that the last ones say
-        whether the payload was the block's all along (rule 4)."""
+        """Return the stages of a READ: headers, payload, headers, in this order, so that the last
+        ones say whether the payload was the block's all along (rule 4)."""
         endpoint, size_bytes = self._endpoint, self._layout.header_bytes
         before, payload, on_device, after = [], [], [], []
         at, heads = 0, part.start + NIXL_REQUEST_BYTES_MAX

@@ -45,7 +45,7 @@ log = logging.getLogger("kvstore.nixl")
 
 NAME = "nixl"
 PROBE_TIMEOUT_S = 3.0
-"""For the endpoint and the first READ; a connection over RDMA takes up to 0.1 s."""
+"""Time for the endpoint and the first READ; a connection over RDMA takes up to 0.1 s."""
 START_RETRY_AFTER_S = 1.0
 START_RETRY_AFTER_MAX_S = 300.0
 """Each start costs a second of a core, for nothing where there is no RDMA."""
@@ -57,7 +57,7 @@ def agent_prefix(node_id: int, epoch: int) -> str:
 
 
 class _Peer(ProvedPeer):
-    """By which reader and endpoint one start of one node was read; None: it was not."""
+    """The reader and endpoint by which one start of one node was read; None: it was not."""
 
     proved: tuple[NixlReader, Endpoint] | None = None
 
@@ -78,7 +78,8 @@ class NixlTransport(Transport):
         layout_of: Callable[[Announcement], RemoteLayout],
         device: CudaDevice | None = None,
     ) -> None:
-        """With a `device`, blocks that are wanted there arrive there, where that can be."""
+        """Make the transport. With a `device`, blocks that are wanted there arrive there, where
+        that is possible."""
         self._vram = None if device is None else VramWay(device)
         self._stream = stream
         self._layout_of = layout_of
@@ -101,7 +102,7 @@ class NixlTransport(Transport):
 
     @property
     def why_not_to_vram(self) -> str:
-        """Empty when they do."""
+        """Return why no block comes to the memory of a device; empty when blocks do."""
         return "it is not wanted" if self._vram is None else self._vram.reason
 
     def after_fork_in_child(self) -> None:
@@ -115,7 +116,7 @@ class NixlTransport(Transport):
         self._peers: dict[int, _Peer] = {}
         self._reader: NixlReader | None = None
         self._readers: set[NixlReader] = set()
-        """All that may still live, the retired too."""
+        """All readers that may still live, the retired ones included."""
 
     def usable(self, node: Announcement) -> bool:
         """Return whether it is worth trying: the node says so, NIXL is here, and it can be
@@ -154,7 +155,7 @@ class NixlTransport(Transport):
 
     @property
     def quarantined(self) -> int:
-        """The number of arenas that late bytes may still come into."""
+        """Return the number of arenas that late bytes may still come into."""
         with self._lock:
             self._readers = {reader for reader in self._readers if reader.alive}
             return sum(not reader.usable for reader in self._readers)
@@ -171,7 +172,8 @@ class NixlTransport(Transport):
             return peer
 
     def _prove_soon(self, peer: _Peer, node: Announcement) -> threading.Event | None:
-        """The attempt that is under way to prove it; a new one when it is time; else None."""
+        """Return the attempt to prove it that is under way, or start one when it is time; else
+        None."""
         prove, give_up = partial(self._prove, peer, node), partial(self._failed, peer, node)
         with self._lock:
             if self._closed:
@@ -201,10 +203,10 @@ class NixlTransport(Transport):
         return reader, endpoint
 
     def _prove_vram(self, reader: NixlReader, endpoint: Endpoint) -> None:
-        """READ the same into the device's memory, once for each process that reads, and again where
-        that has failed a while ago. What is wrong with that is no fault of the node's, but raises
-        `PeerError` when the READ failed: then this process cannot be used any more, and the next
-        one has no memory there."""
+        """READ the same into the device's memory, once for each process that reads, and again some
+        time after a failure. A wrong answer is no fault of the node. When the READ itself failed,
+        `PeerError` is raised: this process cannot be used any more, and the next one has no memory
+        there."""
         way, arena = self._vram, reader.vram
         if way is None or arena is None or not way.may_prove(arena):
             return
@@ -229,7 +231,8 @@ class NixlTransport(Transport):
     # --- the process that reads ----------------------------------------------
 
     def _ready_reader(self) -> NixlReader:
-        """The reader if it is usable, else a new one. Raises `PeerError` when there is none."""
+        """Return the reader if it is usable, else a new one. Raises `PeerError` when there is
+        none."""
         with self._starting:
             with self._lock:
                 reader = self._reader

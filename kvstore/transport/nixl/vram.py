@@ -26,7 +26,7 @@ from kvstore.system.on_failure import on_failure
 log = logging.getLogger("kvstore.nixl")
 
 ARENA_BYTES = NIXL_REQUESTS_MAX * NIXL_REQUEST_BYTES_MAX
-"""Of payload alone: headers always come to host memory."""
+"""Bytes for payload only: headers always come to host memory."""
 RETRY_AFTER_S = 60.0
 RETRY_AFTER_MAX_S = 3600.0
 """Each try is another process that reads, with a context on the device."""
@@ -45,35 +45,35 @@ class VramArena:
         self._users = 0
         self._ended = False
         self.tried = False
-        """Whether anything was READ into it, to see that it comes."""
+        """Whether a READ into it was tried."""
         self.proved = False
-        """Whether it came, and nothing was wrong since."""
+        """Whether it succeeded, and nothing was wrong since."""
 
     def part(self, number: int) -> int:
-        """The address of the room for one request."""
+        """Return the address of the part for one request."""
         return self.address + number * NIXL_REQUEST_BYTES_MAX
 
     @property
     def fd(self) -> int:
-        """Stands for the memory, until `handed_over`."""
+        """Return the descriptor that stands for the memory, until `handed_over`."""
         assert self._shared is not None
         return self._shared.fd
 
     def arguments(self) -> list[str]:
-        """MEMORY, as child.py takes it."""
+        """Return MEMORY, as child.py takes it."""
         assert self._shared is not None
         name, size_bytes, fd = self._shared[:3]
         return [str(fd), str(size_bytes), str(self._device.ordinal), name.hex()]
 
     def handed_over(self) -> None:
-        """The process that READs has its descriptor, or never will."""
+        """Note that the process that READs has its descriptor, or never will."""
         shared, self._shared = self._shared, None
         if shared is not None:
             os.close(shared.fd)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Keep the memory for copies from it. Raises `DeviceError` when it is gone."""
+        """Keep the memory for copies from it. Raises `DeviceError` when it was given back."""
         with self._lock:
             if self._ended:
                 raise DeviceError("the process that read into it has ended")
@@ -96,7 +96,7 @@ class VramArena:
             self._free()
 
     def end(self) -> None:
-        """Nobody READs into it any more: give it back, once no copy from it runs."""
+        """Give the memory back, once no copy from it runs; nobody READs into it any more."""
         with self._lock:
             last = not self._ended and not self._users
             self._ended = True
@@ -109,10 +109,10 @@ class VramArena:
 
 
 class VramWay:
-    """The way from arenas of one device to memory of callers there. Thread-safe.
+    """Copies from arenas of one device to memory of callers there. Thread-safe.
 
-    Where it fails blocks come to host memory, until it is tried again: with the same arena, or
-    with another process where there was none.
+    Where it fails, blocks come to host memory until it is tried again: with the same arena, or with
+    another process where there was none.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -129,7 +129,7 @@ class VramWay:
         """Why blocks do not come to the device; empty when they do."""
 
     def new_arena(self) -> VramArena | None:
-        """Memory to read into, None where there is none or it is not time to try it."""
+        """Return memory to read into, None where there is none or it is too early to try again."""
         if self._closed or not self._tries.allows(time.monotonic()):
             return None
         try:
@@ -156,7 +156,7 @@ class VramWay:
         return True
 
     def proved(self, arena: VramArena) -> None:
-        """What was READ into it was right."""
+        """Note that what was READ into it was right."""
         with self._lock:
             self._tries.succeeded()
             self.reason = ""
@@ -202,12 +202,12 @@ class VramWay:
         return bytes(memory)
 
     def _kept(self, memory: bytearray) -> memoryview:
-        """Host memory that stays should a copy from or to it hang, for a few copies at least."""
+        """Keep host memory for a few copies at least, should a copy from or to it hang."""
         self._last.append(memoryview(memory))
         return self._last[-1]
 
     def checksums(self, payloads: Sequence[DeviceRange]) -> list[int]:
-        """The checksum of each payload. Raises `DeviceError`."""
+        """Return the checksum of each payload. Raises `DeviceError`."""
         return self._checksums.of([[(one.address, one.size_bytes)] for one in payloads])
 
     def _begun(self) -> Stream:

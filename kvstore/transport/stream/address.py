@@ -5,14 +5,19 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvstore.errors import UsageError
 
+STREAM_PORT = 7600
+"""Where a node serves other hosts, unless it is told another."""
+ADDRESSES_KEPT_MAX = 1024
+"""Addresses that are remembered: each read looks at that of its node."""
 WILDCARDS = ("", "0.0.0.0", "::")
 _ANYWHERE = (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")
-"""Documentation addresses: nothing is sent there, only the way towards them is looked up."""
+"""Documentation addresses: nothing is sent there, only the route to them is looked up."""
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
 _ADVERTISED = re.compile(
     r"\[(?P<v6>[^][]*:[^][]*)](:(?P<port_v6>\d{1,5}))?"
@@ -32,8 +37,9 @@ class Address(NamedTuple):
         return f"{self.scheme}://{host}:{self.port}"
 
 
+@lru_cache(ADDRESSES_KEPT_MAX)
 def parse(url: str) -> Address:
-    """The address that `url` names. Raises `UsageError` unless it is `tcp://HOST:PORT` or
+    """Return the address that `url` names. Raises `UsageError` unless it is `tcp://HOST:PORT` or
     `tls://HOST:PORT`."""
     try:
         parts = urlsplit(url)
@@ -45,11 +51,17 @@ def parse(url: str) -> Address:
     return address
 
 
-def parse_listen(text: str, field: str = "listen") -> tuple[str, int]:
-    """(host, port) of `HOST:PORT`, `[V6]:PORT` or `:PORT`; port 0 takes a free one.
+def parse_listen(
+    text: str, field: str = "listen", port_default: int | None = None
+) -> tuple[str, int]:
+    """Return (host, port) of `HOST:PORT`, `[V6]:PORT` or `:PORT`; port 0 takes a free one. With
+    `port_default` also of `HOST`, `V6` or `[V6]`.
 
     Raises `UsageError`, which names `field`.
     """
+    bare = _ADVERTISED.fullmatch(text) if port_default is not None else None
+    if port_default and bare and not (bare["port"] or bare["port_v6"] or text.isdecimal()):
+        return bare["v6"] or bare["host"], port_default
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise UsageError(field, text, _LISTEN_MUST)
@@ -78,8 +90,8 @@ def parse_advertise(text: str) -> tuple[str, int | None]:
 
 
 def own_address(*, v6: bool = False) -> str:
-    """The address of this host from which it would reach others, of IPv6 only with `v6`; loopback
-    when there is none."""
+    """Return the address of this host from which it would reach others, of IPv6 only with `v6`;
+    loopback when there is none."""
     for family, there in _ANYWHERE[: 1 + v6]:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

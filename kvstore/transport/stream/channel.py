@@ -19,7 +19,7 @@ IOV_MAX = 256
 """Buffers in one system call; Linux takes 1024."""
 SEND_BYTES_MAX = 768 << 10
 RECEIVE_BYTES_MAX = 256 << 10
-"""In one system call. With a whole MiB in each, a stream is a quarter slower (0016)."""
+"""Bytes in one system call. With a whole MiB in each, a stream is a quarter slower (0016)."""
 _TIMEVAL = struct.Struct("@ll")
 _WAIT_MIN_S = 0.001
 
@@ -28,16 +28,16 @@ class Channel:
     """One connection. One thread sends and one receives at a time; any thread may `break_off`.
 
     Calls raise `DeadlineError` at their deadline (seconds of `time.monotonic`) and
-    `NodeUnavailableError` when the other side is gone: then the channel is of no use any more.
+    `NodeUnavailableError` when the other side is gone. Then the channel cannot be used any more.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self.seals = PLAIN_SEALS
-        """Of what is sent and received, once hands are shaken. They count what went by: a channel
-        on which something was left half done is of no use any more."""
+        """Seals of what is sent and received, after the handshake. They count the messages, so a
+        channel on which something was left half done cannot be used any more."""
         self.encrypted = isinstance(connection, ssl.SSLSocket)
-        """By TLS."""
+        """True with TLS."""
         if not self.encrypted:
             # Blocking, with time-outs in the kernel: one call then fills a whole batch of
             # buffers (MSG_WAITALL). What a signal interrupts before it has moved a byte begins
@@ -68,11 +68,11 @@ class Channel:
         self.send([frame(message, self.seals.sent)], deadline)
 
     def receive_head(self, deadline: float) -> tuple[Frame, int]:
-        """(type, bytes that follow) of the next frame. Raises `PeerError`."""
+        """Return (type, bytes that follow) of the next frame. Raises `PeerError`."""
         return frame_head(self.receive_bytes(FRAME_HEAD_BYTES, deadline))
 
     def receive_rest(self, kind: Frame, size_bytes: int, deadline: float) -> bytes:
-        """The body of the frame whose head has come. Raises `PeerError`."""
+        """Return the body of the frame whose head has come. Raises `PeerError`."""
         return frame_body(kind, self.receive_bytes(size_bytes, deadline), self.seals.received)
 
     def receive(self, buffers: list[memoryview], deadline: float) -> None:
@@ -87,23 +87,22 @@ class Channel:
 
     def receive_some(self, buffers: list[memoryview], timeout_s: float) -> None:
         """Receive at least a byte within `timeout_s`; what is full is taken off `buffers`."""
+        deadline = time.monotonic() + timeout_s
         try:
-            count = self._receive(buffers, timeout_s, time.monotonic() + timeout_s)
+            if self.encrypted:
+                self._socket.settimeout(timeout_s)
+                count = self._socket.recv_into(buffers[0])
+            elif not self._readable.poll(timeout_s * 1e3):
+                raise TimeoutError
+            else:
+                self._limit(socket.SO_RCVTIMEO, deadline)
+                some = first(buffers, RECEIVE_BYTES_MAX)
+                count = self._socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
         except OSError as e:
             raise _failure(e, "timed out: the other side sent nothing") from e
         if count == 0:
             raise NodeUnavailableError("the other side closed the connection")
         advance(buffers, count)
-
-    def _receive(self, buffers: list[memoryview], timeout_s: float, deadline: float) -> int:
-        if self.encrypted:
-            self._socket.settimeout(timeout_s)
-            return self._socket.recv_into(buffers[0])
-        if not self._readable.poll(timeout_s * 1e3):
-            raise TimeoutError
-        self._limit(socket.SO_RCVTIMEO, deadline)
-        some = first(buffers, RECEIVE_BYTES_MAX)
-        return self._socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
 
     def quiet(self) -> bool:
         """Return whether it is connected with nothing to read, as it must be between two
@@ -113,7 +112,7 @@ class Channel:
         return not poll.poll(0)
 
     def break_off(self) -> None:
-        """Make whoever waits in another thread fail at once."""
+        """Make a thread that waits in another call fail at once."""
         hang_up(self._socket)
 
     def close(self) -> None:
@@ -148,7 +147,7 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """The first `size_bytes` of `buffers`, or what of them one system call may take."""
+    """Return the first `size_bytes` of `buffers`, or what of them one system call may take."""
     some: list[memoryview] = []
     for view in buffers[:IOV_MAX]:
         some.append(view[:size_bytes])

@@ -1,4 +1,4 @@
-"""Has a client let in by a node, and says what kept it out."""
+"""Makes the handshake of a client with a node, and reports why it was refused."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ REFUSALS_MAX = 1024
 
 
 class Refusals:
-    """By node and epoch. Thread-safe so far as that something may be forgotten."""
+    """Refusals by node and epoch. Threads may use it at once; at worst an entry is forgotten."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], tuple[str, str]] = {}
@@ -26,12 +26,12 @@ class Refusals:
         return self.why(node) is not None
 
     def why(self, node: Announcement) -> tuple[str, str] | None:
-        """Return why that start of `node` did not serve this client when it was last asked: for the
-        `secret`, for `tls`, or because it `refused`; and what is to be said about it."""
+        """Return why that start of `node` did not serve this client when it was last asked
+        (`secret`, `tls` or `refused`), and the text about it."""
         return self._nodes.get((node.node_id, node.epoch))
 
     def heard(self, node: Announcement, error: Exception) -> None:
-        """A connection to that start of `node` has failed like this."""
+        """Note that a connection to that start of `node` has failed like this."""
         if isinstance(error, SecretError):
             cause = "secret"
         elif isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
@@ -45,5 +45,6 @@ class Refusals:
         self._nodes[node.node_id, node.epoch] = (cause, str(error))
 
     def over(self, node: Announcement) -> None:
-        """That start of `node` serves this client, or cannot be reached at all."""
+        """Forget the refusals of that start of `node`: it serves this client, or cannot be reached
+        at all."""
         self._nodes.pop((node.node_id, node.epoch), None)

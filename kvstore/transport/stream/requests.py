@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.nodedir import Announcement
+from kvstore.protocol.chunks import Digests, chunked
 from kvstore.protocol.control_replies import InvalidReplyError, outcome
 from kvstore.protocol.nixl import Endpoint, unpack_endpoint
 from kvstore.protocol.stream import (
@@ -25,7 +26,6 @@ from kvstore.protocol.stream import (
 )
 from kvstore.protocol.stream_reply import ReadReply, heads_bytes
 from kvstore.transport.stream.channel import Channel
-from kvstore.transport.stream.chunks import Digests, chunked
 from kvstore.transport.stream.transport import StreamTransport, receive_frame
 from kvstore.types import Key, Location, PutResult
 
@@ -110,7 +110,8 @@ def look(
 def ask(
     transport: StreamTransport, node: Announcement, message: list[object], deadline: float
 ) -> object:
-    """The answer to one message of protocol/control.py, of those that clients elsewhere may send.
+    """Return the answer to one message of protocol/control.py, of those that clients elsewhere may
+    send.
 
     Raises `PeerError` as `look`.
     """
@@ -149,7 +150,7 @@ def _asked(
     count: int | None,
     deadline: float,
 ) -> list[object]:
-    """The answers to one frame, `count` of them if that is known."""
+    """Return the answers to one frame, `count` of them if that is known."""
     pool = transport.pool(node)
     channel = pool.take(deadline)
     in_step = False

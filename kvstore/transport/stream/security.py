@@ -29,12 +29,12 @@ class StreamSecurity:
     """
 
     secret: bytes | None = field(default=None, repr=False)
-    """Or two, a line each: the first is used, the second accepted from others too."""
+    """One secret, or two, a line each: the first is used, the second also accepted."""
     secret_file: StrPath | None = None
-    """Where it stands, to be read again when that changes, as the files below are."""
+    """File of the secret; it is read again when it changes, as the files below are."""
     tls_ca: StrPath | None = None
-    """Who may have signed the other side's certificate; a client needs it for TLS. On a node it
-    makes certificates of clients a must."""
+    """File of the authorities that may have signed the other side's certificate; a client needs it
+    for TLS. On a node it makes certificates of clients mandatory."""
     tls_cert: StrPath | None = None
     tls_key: StrPath | None = None
     _renewed: dict[str, Renewed[object]] = field(
@@ -53,7 +53,7 @@ class StreamSecurity:
 
     @classmethod
     def from_environment(cls) -> StreamSecurity:
-        """Made of KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, KVSTORE_TLS_CERT and
+        """Make it of KVSTORE_SECRET or KVSTORE_SECRET_FILE, KVSTORE_TLS_CA, KVSTORE_TLS_CERT and
         KVSTORE_TLS_KEY; all are optional.
 
         What they leave open is in `[security]` of the operator's file (config_file.py).
@@ -68,7 +68,7 @@ class StreamSecurity:
         )
 
     def secrets(self) -> tuple[bytes, ...]:
-        """The secrets as they are now: what this end uses, then what it accepts too."""
+        """Return the secrets as they are now: what this end uses, then what it accepts too."""
         if self.secret_file is None:
             return secrets_in("secret", self.secret) if self.secret else ()
         file = Path(self.secret_file)
@@ -79,13 +79,13 @@ class StreamSecurity:
         return self._now("secret", (file,), read)
 
     def client_context(self) -> ssl.SSLContext | None:
-        """The TLS context of a client, as its files are now; None without a CA: then it uses no
-        TLS. Raises `UsageError` for files that cannot be used when they are first read."""
+        """Return the TLS context of a client, as its files are now; None without a CA: then it uses
+        no TLS. Raises `UsageError` for files that cannot be used when they are first read."""
         return None if self.tls_ca is None else self._context(ssl.Purpose.SERVER_AUTH)
 
     def server_context(self) -> ssl.SSLContext | None:
-        """The TLS context of a node, as its files are now; None without a certificate: then it
-        serves without TLS. Raises `UsageError` as `client_context` does."""
+        """Return the TLS context of a node, as its files are now; None without a certificate: then
+        it serves without TLS. Raises `UsageError` as `client_context` does."""
         return None if self.tls_cert is None else self._context(ssl.Purpose.CLIENT_AUTH)
 
     def _context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
@@ -112,13 +112,13 @@ class StreamSecurity:
         return cast("T", self._renewed[name].get())
 
     def __getstate__(self) -> list[object]:
-        """A copy looks at the files itself."""
+        """Leave out what was read of the files: a copy reads them itself."""
         return [self.secret, self.secret_file, self.tls_ca, self.tls_cert, self.tls_key, {}]
 
 
 def ending(certificate: StrPath) -> str:
-    """When a certificate ends, if it has or does so within `ENDS_SOON_S`; empty otherwise, also
-    where it cannot be read."""
+    """Return when a certificate ends, if it has or does so within `ENDS_SOON_S`; empty otherwise,
+    also where it cannot be read."""
     try:
         # Nothing public decodes one that no peer has shown.
         decoded = ssl._ssl._test_decode_cert(str(certificate))  # type: ignore[attr-defined]

@@ -32,13 +32,12 @@ from kvstore.errors import DeadlineError, NodeUnavailableError, PeerError, Usage
 from kvstore.limits import STREAM_CONNECTIONS_PER_NODE, STREAM_IDLE_TIMEOUT_S
 from kvstore.nodedir import Announcement
 from kvstore.protocol.stream import Frame, WireError, pack_read
-from kvstore.protocol.stream_reply import ReadReply, heads_bytes, tails_bytes
+from kvstore.protocol.stream_reply import BlockReply, ReadReply
 from kvstore.system import tcp
 from kvstore.system.fork import in_each_child
 from kvstore.transport.base import Outcome, Read, Transport, Wanted, check_wanted
 from kvstore.transport.stream.address import Address, parse
 from kvstore.transport.stream.channel import Channel
-from kvstore.transport.stream.chunks import Digests, chunked
 from kvstore.transport.stream.greeting import shake_hands
 from kvstore.transport.stream.refusals import Refusals
 from kvstore.transport.stream.security import StreamSecurity
@@ -46,8 +45,9 @@ from kvstore.transport.stream.security import StreamSecurity
 NAME = "stream"
 CHECKSUM_REASON = "its bytes arrived with another checksum"
 NOT_THERE_REASON = "the node does not have it (any more)"
+DISK_FAILED_REASON = "its node did not get it from its disk in time"
 UNUSED_S = 60.0
-"""A node without a connection that was asked nothing for so long is gone, or can wait."""
+"""A node without a connection that was asked nothing for this long is gone, or can wait."""
 PoolKey = tuple[int, int, str]
 
 
@@ -59,6 +59,7 @@ class StreamTransport(Transport):
 
     def __init__(self, security: StreamSecurity) -> None:
         self._security = security
+        self.has_secret = security.secret is not None
         self._tls = security.client_context() is not None
         self._lock = threading.RLock()
         self._pools: dict[PoolKey, Pool] = {}
@@ -91,19 +92,23 @@ class StreamTransport(Transport):
             channel = pool.take(deadline)
         except PeerError as e:
             return [Outcome(Read.FAILED, str(e))] * len(wanted)
-        batch = _Batch(wanted)
-        reason = ""
+        reply, reason = ReadReply([one.location.length for one in wanted]), ""
+        in_step = False
         try:
-            batch.ask(channel, deadline)
-            batch.receive(channel, deadline)
+            request = pack_read([(w.key, w.location) for w in wanted], deadline - time.monotonic())
+            channel.send_frame(request, deadline)
+            for memory in reply.memory([one.into for one in wanted], channel.seals.received):
+                channel.receive(memory, deadline)
+            in_step = True
         except PeerError as e:
             reason = str(e)
         finally:  # also when it was interrupted: there are only so many connections to a node
-            pool.give(channel, batch.reply.done)
-        return [batch.outcome(block, reason) for block in range(len(wanted))]
+            pool.give(channel, in_step)
+        both = zip(wanted, reply.replies, strict=True)
+        return [_outcome(one, answer, reason) for one, answer in both]
 
     def pool(self, node: Announcement) -> Pool:
-        """The connections to that start of that node.
+        """Return the connections to that start of that node.
 
         Raises `NodeUnavailableError` when the node offers no stream that this client may use, or
         the client is closed.
@@ -123,7 +128,7 @@ class StreamTransport(Transport):
             pool = self._pools.get(name)
             if pool is None:
                 stale = [key for key in self._pools if key[0] == node.node_id]
-                gone = [self._pools.pop(key) for key in stale]
+                replaced = [self._pools.pop(key) for key in stale]
                 # Nodes come and go, under other ids where hosts do: what is of no use goes.
                 for key in [key for key, kept in self._pools.items() if kept.retired()]:
                     del self._pools[key]
@@ -131,8 +136,8 @@ class StreamTransport(Transport):
                     lambda deadline: self._connect(node, address, deadline)
                 )
             else:
-                gone = []
-        for old in gone:
+                replaced = []
+        for old in replaced:
             old.close()
         return pool
 
@@ -153,12 +158,9 @@ class StreamTransport(Transport):
     def greet(self, node: Announcement, deadline: float) -> None:
         """Connect to one that is `usable` and shake hands, no more. Raises `PeerError` unless that
         start of `node` serves this client."""
-        self._opened(node, parse(node.transports[NAME]), deadline).close()
+        self._connect(node, parse(node.transports[NAME]), deadline).close()
 
     def _connect(self, node: Announcement, address: Address, deadline: float) -> Channel:
-        return self._opened(node, address, deadline)
-
-    def _opened(self, node: Announcement, address: Address, deadline: float) -> Channel:
         try:
             connection = tcp.connect(address.host, address.port, deadline)
         except OSError as e:
@@ -212,8 +214,8 @@ class _Place:
 class Pool:
     """Connections to one start of one node. Thread-safe.
 
-    Who is interrupted between taking one and holding it never gives it back: a place that nobody
-    holds any more is free.
+    A call that is interrupted between taking a connection and holding it never gives it back: a
+    place that nobody holds any more is free.
     """
 
     def __init__(self, connect: Callable[[float], Channel]) -> None:
@@ -228,7 +230,7 @@ class Pool:
         self._closed = False
 
     def take(self, deadline: float) -> Channel:
-        """A connection that is the caller's own until `give`.
+        """Return a connection that is the caller's own until `give`.
 
         Raises `PeerError` when it cannot be had: `DeadlineError` when all are in use until
         `deadline`, which is in seconds of `time.monotonic`.
@@ -337,56 +339,21 @@ class Pool:
 
 
 def receive_frame(channel: Channel, expected: Frame, deadline: float) -> bytes:
-    """The body of the next frame, which must be of type `expected`. Raises `PeerError`."""
+    """Return the body of the next frame, which must be of type `expected`. Raises `PeerError`."""
     kind, size_bytes = channel.receive_head(deadline)
     if kind is not expected:
         raise WireError(f"frame type {kind} where {expected} was due")
     return channel.receive_rest(kind, size_bytes, deadline)
 
 
-class _Batch:
-    """One READ, and what has come of it."""
-
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
-        self._wanted = wanted
-        self.reply = ReadReply([w.location.length for w in wanted])
-        self._digests: dict[int, int] = {}
-        """Of the payloads received, by block."""
-
-    def ask(self, channel: Channel, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        request = pack_read([(w.key, w.location) for w in self._wanted], left_s)
-        channel.send_frame(request, deadline)
-
-    def receive(self, channel: Channel, deadline: float) -> None:
-        """Receive the reply, payloads straight to where they are wanted. Raises `PeerError`."""
-        seal = channel.seals.received
-        heads = channel.receive_bytes(heads_bytes(len(self._wanted)), deadline)
-        for group in self.reply.heads(heads, seal):
-            tail = memoryview(bytearray(tails_bytes(len(group))))
-            digests = Digests([self._wanted[block].location.length for block in group])
-            chunks = chunked([self._wanted[block].into for block in group])
-            for chunk in chunks:
-                last = [tail] if chunk is chunks[-1] else []
-                channel.receive([*chunk.pieces, *last], deadline)
-                digests.update(chunk)
-                for piece in chunk.pieces:
-                    seal.update(piece)
-            if not chunks:
-                channel.receive([tail], deadline)
-            self._digests |= {block: digests.value(i) for i, block in enumerate(group)}
-            self.reply.tails(bytes(tail), seal)
-
-    def outcome(self, block: int, reason: str) -> Outcome:
-        """Return what became of one block; `reason` is why the reply ended early, if it did."""
-        wanted, reply = self._wanted[block], self.reply.replies[block]
-        seen = self._digests.get(block, 0)
-        if reply is None:
-            return Outcome(Read.FAILED, reason)
-        if reply.damaged:
-            return Outcome(Read.MISS, CHECKSUM_REASON)
-        if not reply.good:
-            return Outcome(Read.MISS, NOT_THERE_REASON)
-        if seen != reply.checksum or wanted.location.checksum not in (0, seen):
-            return Outcome(Read.MISS, CHECKSUM_REASON)
-        return Outcome(Read.HIT, "", reply.kind, reply.meta_length)
+def _outcome(wanted: Wanted, reply: BlockReply | None, reason: str) -> Outcome:
+    """Return what became of one block; `reason` is why the reply ended early, if it did."""
+    if reply is None:
+        return Outcome(Read.FAILED, reason)
+    if reply.damaged or (reply.good and wanted.location.checksum not in (0, reply.checksum)):
+        return Outcome(Read.MISS, CHECKSUM_REASON)
+    if reply.failed:
+        return Outcome(Read.FAILED, DISK_FAILED_REASON)
+    if not reply.good:
+        return Outcome(Read.MISS, NOT_THERE_REASON)
+    return Outcome(Read.HIT, "", reply.kind, reply.meta_length)

@@ -110,7 +110,7 @@ class SimNodeDir(NodeDir):
 
 
 class SimLease:
-    """Models the locked file of a lease (`kvstore.client.local.lease.Lease`)."""
+    """Models the locked file of a lease (`kvstore.client.nodes.lease.Lease`)."""
 
     def __init__(self, world: World, path: Path) -> None:
         """Raises `FileNotFoundError` when there is no such node."""

@@ -1,0 +1,1 @@
+"""Knows which nodes there are, on this host and elsewhere, and reads from them."""

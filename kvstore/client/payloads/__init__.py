@@ -1,0 +1,1 @@
+"""Says what a value is made of: dtype and shape, its bytes, and what memory may take them."""

@@ -1,1 +1,0 @@
-"""Reads blocks that lie in VRAM of this host, and keeps VRAM in which those of others arrive."""
