@@ -19,21 +19,15 @@ from connector.layout.geometry import (
     splits_of,
 )
 from connector.layout.topology import TpKVTopology
+from connector.limits import WINDOWS_OF_ATTENTION_MAX
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.vram import VramStore
 from connector.worker.worker import WorkerCore
-from kvstore import (
-    BlockSession,
-    BlockStore,
-    CudaDevice,
-    DeviceError,
-    UsageError,
-    cuda_device,
-    tenant_salt,
-)
+from kvstore import UsageError, tenant_salt
+from kvstore.spi import BlockSession, BlockStore, CudaDevice, DeviceError, cuda_device
 
 if TYPE_CHECKING:
     from connector.settings import ConnectorSettings
@@ -74,7 +68,7 @@ def open_in_vram(
     saves: bool,
     holding: Holding = nothing_held,
 ) -> BlockStore:
-    """`open_store` for a worker whose copiers take memory of the device `ordinal`, if any.
+    """Do `open_store` for a worker whose copiers take memory of the device `ordinal`, if any.
 
     With `vram`, a worker that `saves` keeps recent blocks on the device, any other only reads those
     of others. `holding` is that of `KVMemory`. Raises `UsageError` as `open_store` does.
@@ -115,9 +109,10 @@ class GroupShape:
     opaque: bool = False
     """The bytes of an engine block do not lie token by token."""
     one_size: bool = False
-    """Engines of other sizes split some layers' heads otherwise: they share nothing."""
+    """Whether engines of other sizes split some layers' heads otherwise, so that they share
+    nothing."""
     fields: dict[str, Field] = field(default_factory=dict)
-    """Namespace fields that tell this group from others and from those of other models."""
+    """Namespace fields that distinguish this group from others and from those of other models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +120,7 @@ class EngineShape:
     """Holds what an adapter has read from its engine's configuration."""
 
     groups: tuple[GroupShape, ...]
-    """Those that are stored."""
+    """The groups that are stored."""
     workers: int
     model: dict[str, Field]
     """Namespace fields that only the engine knows."""
@@ -142,14 +137,15 @@ class EngineShape:
     engine_groups: int = 1
     """KV cache groups of the engine, at least those of `groups`."""
     boundary_tokens: int = 1
-    """That of `StoreLayout`."""
+    """`boundary_tokens` of `StoreLayout`."""
     left_out: tuple[str, ...] = ()
-    """Groups that are not stored, and why, to be said at start."""
+    """Groups that are not stored, and why, for the log at start."""
     window_interval_tokens: int | None = None
-    """Tokens between windows that the engine itself keeps; None: it keeps all, or does not say."""
+    """Tokens between windows that the engine itself keeps, 0: only those at the ends of prompts and
+    where they part; None: it keeps all, or does not say."""
     prompts_only: bool = False
-    """What was generated is neither saved nor loaded: its KV is not that of the same tokens in a
-    prompt."""
+    """Whether generated tokens are neither saved nor loaded, because their KV differs from that of
+    the same tokens in a prompt."""
 
     @classmethod
     def of_one_group(
@@ -220,6 +216,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
     Raises `UsageError` for settings that cannot work.
     """
     own = config.checkpoint_interval_tokens
+    layout = shape.layout(config)
     settings = SchedulerSettings(
         loads=shape.loads,
         saves=shape.saves,
@@ -232,7 +229,7 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         events=shape.events,
         layerwise=config.layerwise,
         loads_again=shape.loads_again,
-        window_interval_tokens=shape.window_interval_tokens if own is None else own,
+        window_interval_tokens=window_interval(shape, layout) if own is None else own,
         state_interval_tokens=own,
     )
     _check_layerwise(config, shape)
@@ -241,11 +238,22 @@ def scheduler_side(config: ConnectorSettings, shape: EngineShape) -> SchedulerCo
         return (node_id, epoch) in core.vram_open
 
     store = LazyStore(lambda: open_store(config, sees_vram=seen if config.vram else None))
-    layout = shape.layout(config)
     if config.payload_order == "tokens":
         _say_what_has_one_order(layout, shape)
     core = SchedulerCore(store, layout, settings)
     return core
+
+
+def window_interval(shape: EngineShape, layout: StoreLayout) -> int | None:
+    """Return the interval that the engine keeps windows at. 0 may be its default, which nobody
+    meant for a store that others share: windows are then saved everywhere, but where they would
+    leave no room for attention."""
+    if shape.window_interval_tokens != 0:
+        return shape.window_interval_tokens
+    sizes = [(g.forgetful, g.geometry.payload_bytes(layout.block_tokens)) for g in layout.groups]
+    attention = sum(size for forgetful, size in sizes if not forgetful)
+    windows = sum(size for forgetful, size in sizes if forgetful)
+    return 0 if attention and windows > WINDOWS_OF_ATTENTION_MAX * attention else None
 
 
 def worker_side(config: ConnectorSettings, shape: EngineShape, rank: int) -> WorkerCore:

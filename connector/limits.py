@@ -22,7 +22,8 @@ RATE_WINDOW_S = 0.25
 RATE_WINDOWS_MAX = 64
 """Windows of which the best one counts as an engine's rate."""
 LOOKUP_TTL_S = 2.0
-"""Age at which an answer is asked again. An older one costs a failed load, never wrong bytes."""
+"""Age in seconds at which an answer is asked for again. An older one costs a failed load, never
+wrong bytes."""
 LOOKUP_QUEUE_MAX = 1024
 """Lookups waiting for their thread; one more is a miss at once."""
 LOOKUP_AT_ONCE_KEYS = 256
@@ -36,19 +37,37 @@ HAND_OVER_WAIT_S = 2.0
 HAND_OVER_POLL_S = 0.005
 """How often such a request is looked up."""
 
+LOAD_SOURCES_MAX = 64
+"""Tiers and nodes whose speed a process remembers, those that were read last."""
+READS_MAX = 256
+"""Measured reads that a worker keeps for its next report, the last ones."""
+LOAD_TIMEOUT_MIN_S = 0.5
+"""Time that a load may take however quickly the engine would compute it."""
+READ_TIMEOUT_MIN_S = 0.25
+"""The same for each read of a load from elsewhere: TCP sends a lost packet again after 0.2 s."""
+LOAD_TRY_BYTES = 2 << 20
+"""What a worker reads first from a source whose speed it does not know."""
+LOAD_WINDOW_S = 0.03
+"""Time of one read from elsewhere, at the pace of the last one: between two a load that takes too
+long ends, and loads from this host's memory come first."""
+SAVE_YIELD_S = 0.05
+"""How long each batch of saves waits for loads under way to end."""
 LOAD_ATTEMPTS_MAX = 3
-"""Failed loads of one request, after which all of it is computed."""
+"""Failed loads of one request after which all of it is computed."""
 LOAD_JOBS_MAX = 1024
 """Loads waiting in one worker; one more fails at once and is computed."""
 LOAD_STAGING_BYTES = 64 << 20
 """What a worker reads from other hosts at a time, before it goes into the engine's blocks."""
 STEP_LOAD_BYTES = 1 << 30
-"""What a step loads layer by layer; what it loads before that comes in whole blocks. Where some of
-it is on other hosts, `LOAD_STAGING_BYTES` are as much."""
+"""Bytes that a step loads layer by layer; the rest comes in whole blocks before that. Where some
+blocks are on other hosts, the limit is `LOAD_STAGING_BYTES`."""
 SAVE_JOBS_MAX = 256
 """Save jobs that a scheduler keeps in flight; beyond it blocks wait for a later step."""
 SAVE_JOB_BLOCKS_MAX = 64
 """Store blocks in one save job, so that pins of a long prompt are given back piecemeal."""
+WINDOWS_OF_ATTENTION_MAX = 8
+"""Bytes of a block's windows, in those of its attention, up to which windows are saved everywhere
+although the engine keeps only those at ends. DeepSeek-V4's are 83 times as many."""
 RUN_TOUCHED_MAX = 2048
 """Store blocks of a prefix that a save of what follows keeps from being evicted before it."""
 SAVE_BATCH_BLOCKS = 64
@@ -58,37 +77,38 @@ SAVE_BATCH_BYTES = 64 << 20
 DEVICE_BATCH_BLOCKS = 64
 """Store blocks that are copied together: one launch for each staging buffer that they fill."""
 DEVICE_STAGING_BYTES = 8 << 20
-"""Of a device's memory, one staging buffer. A larger payload goes through it some layers at a time.
-The buffers are larger where a single layer is, and where whole payloads would leave more than an
-eighth of them empty: then by one payload."""
+"""Size of one staging buffer in a device's memory. A larger payload goes through it some layers at
+a time. Buffers are larger where a single layer is, and larger by one payload where whole payloads
+would leave more than an eighth of them empty."""
 DEVICE_STAGING_BUFFERS = 4
 """Staging buffers for saves, and as many for loads: while the kernel fills or empties one, those
 before it are on the bus."""
 DEVICE_DIRECT_BYTES_MIN = 1 << 20
-"""From here on a store block that lies in one piece in the engine's memory, as all layers of one
-engine block may, is copied by DMA alone, without kernel and staging."""
+"""The smallest store block that is copied by DMA alone, without kernel and staging, if it is
+contiguous in the engine's memory, as all layers of one engine block may be."""
 DEVICE_PIECE_BYTES_MIN = 64 << 10
-"""From here on an engine block of one layer goes by a DMA of its own where payloads are in the
-order of tokens: that is how much the bus moves while the next DMA is begun."""
+"""The smallest engine block of one layer that is copied by a DMA of its own where payloads are in
+the order of tokens: the bus moves this much while the next DMA is begun."""
 DEVICE_PAGES_MAX = 1 << 14
 """Engine blocks in one launch, unless a payload has more."""
 DEVICE_BLOCKS_MAX = 32
-"""Thread blocks that copy at a time, so that the engine has the rest of the device: enough to
-outrun the bus by far."""
+"""Thread blocks that copy at a time: enough to outrun the bus by far, and few enough to leave the
+device to the engine."""
 COPY_STUCK_S = 10.0
-"""A copy between engine and store that is under way for longer is logged and counted. It cannot be
-called back."""
+"""Time after which a copy between engine and store is logged and counted as stuck. It cannot be
+cancelled."""
 POOL_LOOK_EVERY_S = 1.0
-"""How often a worker looks for memory of the store that is to be page-locked, or is gone."""
+"""Seconds between two searches of a worker for memory of the store that is to be page-locked, or
+was unmapped."""
 PAGE_LOCK_BYTES_MAX = 64 << 30
-"""Of the node's memory that one worker page-locks, in the order of use; each GiB takes about 2 MiB
-of the device's memory."""
+"""Bytes of the node's memory that one worker page-locks, in the order of use; each GiB takes about
+2 MiB of the device's memory."""
 PAGE_LOCK_RETRY_S = 5.0
-"""Pause before a part that could not be page-locked is tried again; doubles each time up to"""
+"""Pause before a part that could not be page-locked is tried again; it doubles each time."""
 PAGE_LOCK_RETRY_MAX_S = 600.0
-"""this."""
+"""The longest of these pauses."""
 FORWARD_TIMEOUT_S = 600.0
-"""A forward that takes longer saves nothing of what it has written layer by layer."""
+"""Time after which a forward saves nothing of what it has written layer by layer."""
 PINNED_FRACTION_MAX = 0.25
 """Share of the engine's blocks that saves may keep from being reused."""
 
@@ -97,20 +117,20 @@ PAGE_PARTS_MAX = 1 << 12
 LOCKED_KEYS_MAX = 2048
 """Blocks that an engine may keep locked; a lookup of one more does not find it."""
 LOCK_TIMEOUT_S = 60.0
-"""After that a lock that was not given back is over."""
+"""Time after which a lock that was not given back ends."""
 TASKS_MAX = 256
 """Tasks of an engine waiting for their thread; one more fails at once."""
 DRAIN_TIMEOUT_S = 60.0
 """How long an engine that empties its memory waits for the job that runs, which has deadlines of
 its own: several calls of the store."""
-TASK_THREADS_DEFAULT = 4
-"""Threads that copy an engine's chunks at the same time, unless its user says otherwise."""
-TASK_THREADS_MAX = 32
+TASK_THREADS = 4
+"""Threads that copy an engine's chunks at the same time."""
 INVENTORY_KEYS_MAX = 1 << 16
 """Chunks that one LMCache server remembers to have stored; beyond it the oldest are not counted,
 listed or deleted any more."""
 INVENTORY_CHECK_KEYS = 256
-"""Of them, looked for each second: those that the nodes have evicted are not counted any more."""
+"""Chunks among them that are looked up each second; those that the nodes have evicted are not
+counted any more."""
 LIST_PAGE_KEYS_MAX = 1024
 """Chunks on one page of a listing, however many were asked for."""
 RESULTS_MAX = 4096
@@ -126,21 +146,23 @@ STORE_RETRY_S = 1.0
 TP_SIZES_DEFAULT = (1, 2, 4, 8)
 """Tensor-parallel sizes of writers whose blocks are looked for; each costs a key per block."""
 TP_SIZES_MAX = 8
-"""How many of them a user may name."""
+"""Tensor-parallel sizes that a user may name."""
 EXPLAIN_REQUESTS_MAX = 1024
 """Requests that are remembered for `explain`, live ones and ended ones each."""
 EXPLAIN_EVENTS_MAX = 16
 """Events of one request that are remembered, the last ones."""
+EXPLAIN_NAMED_MAX = 16
+"""Requests of one id that are explained: a client's may have several prompts or answers."""
 EXPLAIN_QUEUE_MAX = 256
 """Questions and lines waiting for their thread; a further question is not asked."""
 EXPLAIN_QUESTIONS_MAX = 20
 """Missing blocks that one engine asks its nodes about in `EXPLAIN_QUESTIONS_PERIOD_S`."""
 EXPLAIN_QUESTIONS_PERIOD_S = 1.0
-"""See `EXPLAIN_QUESTIONS_MAX`."""
+"""The time to which `EXPLAIN_QUESTIONS_MAX` applies."""
 EXPLAIN_LINES_MAX = 20
 """Requests that got less than possible and have a log line, in `EXPLAIN_LINES_PERIOD_S`."""
 EXPLAIN_LINES_PERIOD_S = 10.0
-"""See `EXPLAIN_LINES_MAX`."""
+"""The time to which `EXPLAIN_LINES_MAX` applies."""
 
 PREFETCH_QUEUE_MAX = 64
 """Wishes to prefetch that wait for their thread; a further one is not carried out."""
@@ -155,23 +177,23 @@ STATS_SAMPLES_MAX = 1024
 EVENTS_MAX = 1 << 14
 """Block events waiting to be taken; beyond it the oldest are dropped."""
 EVENTS_ANNOUNCED_MAX = 1 << 16
-"""Stored blocks that are remembered so that their absence can be told, the last ones."""
+"""Stored blocks, the last ones, that are remembered so that their removal can be announced."""
 
 BLOCK_TOKENS_MAX_DEFAULT = 64
 BLOCK_BYTES_MIN_DEFAULT = 1 << 20
-"""Of the default block: it grows to so many bytes a shard, up to so many tokens."""
+"""The default block grows to this many bytes per shard, up to `BLOCK_TOKENS_MAX_DEFAULT` tokens."""
 BLOCK_TOKENS_MAX = 1 << 16
 TTL_S_MAX = 30 * 24 * 3600
-"""What bounds the life of blocks (`ttl_s`) is at most this long."""
+"""The longest bound on the life of blocks (`ttl_s`), as in the store."""
 RETAINED_S_MAX = 30 * 24 * 3600
 TENANT_BYTES_MAX = 256
-"""What a store takes, like the line above (`BlockStore.retain`)."""
+"""Bytes of a tenant's name, as in the store (`BlockStore.retain`)."""
 TIMEOUT_S_MAX = 600.0
 
 SAY_EVERY_S = 30.0
-"""How often the same trouble is logged; a node that is down drops every save."""
+"""Pause between two log lines about the same trouble; a node that is down drops every save."""
 NODE_BYTES_MIN = 16 << 20
-"""Of an embedded node: below it hardly a block would stay."""
+"""The smallest embedded node: in a smaller one hardly a block would stay."""
 
 RESET_WAIT_S = 5.0
 """How long an engine's thread waits for a reset that its user asked for; then it goes on in the
@@ -184,10 +206,10 @@ FINGERPRINTS_KEPT_MAX = 1024
 """Fingerprints of weights and adapters that one process remembers."""
 
 LOCKSTEP_TIMEOUT_S = 1800.0
-"""How long one process of an engine waits for the others: as torch's own gloo groups do, since
-between two prompts a process may do other things, save a checkpoint or train."""
+"""Time that one process of an engine waits for the others. It is that of torch's own gloo groups,
+because a process may save a checkpoint or train between two prompts."""
 LOCKSTEP_HEAD_BYTES = 1 << 13
-"""Of a message between them that goes in one round."""
+"""Bytes of a message between them that are sent in one round."""
 LOCKSTEP_MESSAGE_BYTES_MAX = 1 << 30
 
 CONFIG_BYTES_MAX = 1 << 20
@@ -197,7 +219,7 @@ KV_RANKS_MAX = 1 << 16
 """Engines in one group of `kv_parallel_size`."""
 
 FINISHED_PENDING_MAX = 1 << 16
-"""Requests that some workers have reported as transferred and others have not (yet)."""
+"""Requests that some workers have reported as transferred and others have not."""
 CONNECTORS_REGISTERED_MAX = 256
 """Names of connectors that one process knows."""
 GROUP_WAIT_S = 60.0
@@ -208,10 +230,11 @@ COPY_BLOCKS_MAX = 1 << 20
 """Blocks in one `copy_kv_blocks`."""
 
 TENSOR_MESSAGE_PART_BYTES = 1 << 30
-"""Largest value that a tensor handed over through the store is cut into: the store's own limit."""
+"""Size of the parts into which a tensor handed over through the store is cut: the store's own
+limit."""
 TENSOR_MESSAGE_PART_BYTES_MIN = 1 << 20
-"""Down to this a part that a node has no room for is halved: nodes of tests or demos are small,
-and in one that is nearly full a large hole is rare."""
+"""Size down to which a part is halved that a node has no room for: nodes of tests or demos are
+small, and a large hole is rare in a nearly full node."""
 TENSOR_MESSAGE_BYTES_MAX = 2 << 30
 """What one sender may hold pinned; half the pins that a client may have are parts of this, of the
 smallest size."""
@@ -227,16 +250,16 @@ TRANSFER_TIMEOUT_S = 30.0
 POLL_MIN_S = 0.0005
 """Pause before a store is asked again for what is not there yet; it doubles each time."""
 POLL_MAX_S = 0.01
-"""What that pause doubles up to."""
+"""The longest of these pauses."""
 ROUTER_IN_FLIGHT_MAX = 4096
-"""Requests that a router has at a time; one more is told to come back. Nor are they more than three
-in eight of the files that the router may open: each takes two."""
+"""Requests that a router has in flight; a further one is told to come back. They are also at most
+three in eight of the files that the router may open, because each takes two."""
 ROUTER_BODY_BYTES_MAX = 16 << 20
-"""One request's body."""
+"""Bytes of one request's body."""
 ROUTER_LISTS_MAX = 1 << 18
-"""Lists and objects in it, counted by their brackets before it is parsed."""
+"""Lists and objects in a body, counted by their brackets before it is parsed."""
 ROUTER_VALUES_MAX = 1 << 20
-"""Values in it, counted by their commas: the tokens of the longest prompts."""
+"""Values in a body, counted by their commas: the tokens of the longest prompts."""
 ROUTER_HEADERS_BYTES_MAX = 64 << 10
 """One line of a request's head, and one of an engine's answer."""
 ROUTER_HEAD_TIMEOUT_S = 10.0
@@ -245,20 +268,22 @@ ROUTER_IDLE_TIMEOUT_S = 75.0
 """How long a connection stays open after an answer, until the head of its next request is there."""
 ROUTER_IDLE_CLIENTS_MAX = 8192
 """Connections without a request; for a new one the oldest of the address with most of them is
-closed. Nor are they, with two for each request in flight, more than half of the files that the
-router may open, or a sixteenth beside requests that take those."""
+closed. With two for each request in flight they are also at most half of the files that the router
+may open, or a sixteenth beside requests that take those."""
 ROUTER_BODY_TIMEOUT_S = 30.0
-"""How long a body may take to come, of a request's time."""
+"""Time that a body may take to arrive, within the request's time."""
 ROUTER_STOP_S = 10.0
-"""How long a router that is told to end goes on with requests that it has; then it cuts them off.
-Containers are killed after so long."""
+"""Time for which a router that is told to end continues its requests; then it cuts them off.
+Containers are killed after this time."""
 ROUTER_ANSWER_BYTES_MAX = 64 << 20
-"""One answer of an engine that is not streamed."""
+"""Bytes of one answer of an engine that is not streamed."""
 ROUTER_BLOCKS_ASKED_MAX = 1 << 14
 """Blocks that another router may ask for at a time."""
 ROUTER_TOKENIZE_TIMEOUT_S = 2.0
-"""How long a router waits for an engine to tokenize a prompt; then it knows nothing of it."""
+"""Time that a router waits for an engine to tokenize a prompt; then it routes without the
+tokens."""
 ROUTER_LOAD_GAP_MAX = 8
-"""An engine with so many more requests in flight than the least loaded gets none for its cache."""
+"""An engine with this many more requests in flight than the least loaded gets none for its
+cache."""
 VRAM_POOL_BYTES_MIN = 64 << 20
-"""Of `vram_size_bytes`: a smaller pool holds too few blocks to be worth its memory."""
+"""The smallest `vram_size_bytes`: a smaller pool holds too few blocks to be worth its memory."""

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from connector.limits import STATS_SAMPLES_MAX
 from connector.stats import CountStats
 from kvstore import MissReason, PutStatus, Retained
+from kvstore.spi import Tier
 
 _Value = TypeVar("_Value")
 
@@ -26,8 +27,8 @@ class Metric(NamedTuple):
     label: str = ""
     """Name of its one label; empty: none."""
     values: tuple[str, ...] = ()
-    """Of the label, those known beforehand. They are there with 0 from the start: of a counter
-    that begins with its first count, `increase()` never sees that one."""
+    """Values of the label that are known beforehand. They exist with 0 from the start, because
+    `increase()` never sees the first count of a counter that begins with it."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, in the unit of the name."""
 
@@ -37,7 +38,7 @@ ABORTED = "aborted"
 INCOMPLETE = "incomplete"
 """Reason of a transfer within a step whose forward did not name each layer once."""
 PINNED = "pinned_fraction"
-"""Reason of a block that was never given to a save: the setting that bounds them."""
+"""Reason of a block that was never given to a save, because of the setting that bounds them."""
 ERROR = "error"
 """Reason of a transfer that ended with an exception: see the log."""
 
@@ -58,6 +59,22 @@ MISSED_REQUESTS = Metric(
     "reason",
     tuple(MissReason),
 )
+LAST_TOKEN = "last-token"
+"""The one token that an engine computes in any case: its output is wanted."""
+NOT_ASKED = "not-asked"
+"""Of requests that ended before their lookup did."""
+MISSED_TOKENS = Metric(
+    "kvstore_missed_tokens",
+    "Of the possible tokens, computed, by reason: possible = hit + local + missed",
+    "reason",
+    (*MissReason, LAST_TOKEN, NOT_ASKED),
+)
+SLOWER_TOKENS = Metric(
+    "kvstore_slower_tokens",
+    "Tokens found and not loaded, as computing them is quicker, by where they are",
+    "tier",
+    tuple(Tier),
+)
 # Counted by the scheduler side, when nodes were asked to retain blocks.
 NO_NODE = "no-node"
 """No node of this host could be asked."""
@@ -76,6 +93,15 @@ PREFETCHED_BLOCKS = Metric(
     "of it",
     "result",
     ("yes", "here", "lost", "rejected", NO_NODE, TOO_BUSY),
+)
+# Counted by the scheduler side, with `save_decode` auto.
+ASKED, UNASKED = "yes", "no"
+GENERATED_BLOCKS = Metric(
+    "kvstore_generated_blocks",
+    "Saved blocks that hold generated tokens, once they are old or evicted, by whether they were "
+    "asked for since",
+    "asked",
+    (ASKED, UNASKED),
 )
 # Counted by the scheduler side, once.
 BLOCK_TOKENS = Metric("kvstore_block_tokens", "Tokens of a store block, which is loaded whole")
@@ -96,7 +122,13 @@ FAILED_LOADS = Metric(
     "kvstore_failed_loads",
     "Loads that ended before all was there",
     "reason",
-    (*_ENDED_BY, MissReason.LOAD_FAILED, ABORTED),
+    (*_ENDED_BY, MissReason.LOAD_FAILED, MissReason.SLOWER, ABORTED),
+)
+CUT_LOADS = Metric(
+    "kvstore_cut_loads",
+    "Loads ended early as computing is quicker, or their time was over, by what was read then",
+    "tier",
+    tuple(Tier),
 )
 SAVED_BLOCKS = Metric("kvstore_saved_blocks", "Store blocks written and committed, per worker")
 SAVED_BYTES = Metric("kvstore_saved_bytes", "Bytes of those")
@@ -125,9 +157,9 @@ STUCK_SAVES = Metric(
 )
 READ_BYTES = Metric(
     "kvstore_read_bytes",
-    "Bytes of store blocks read by the worker: shm, cuda_ipc, nixl, nixl_vram, stream",
+    "Bytes of store blocks read by the worker: shm, cuda_ipc, disk, nixl, nixl_vram, stream",
     "transport",
-    ("shm", "cuda_ipc", "nixl", "nixl_vram", "stream"),
+    ("shm", "cuda_ipc", "disk", "nixl", "nixl_vram", "stream"),
 )
 PAGE_LOCKED_BYTES = Metric(
     "kvstore_page_locked_bytes", "Bytes of the store's memory page-locked for the worker's device"
@@ -152,7 +184,7 @@ class Counts:
         self._counts: dict[str, float] = {}
         self._samples: dict[str, deque[float]] = {}
         self._read_bytes: dict[str, int] = {}
-        """By transport, as of the last call of `read`."""
+        """Bytes by transport at the last call of `read`."""
 
     def add(self, metric: Metric, count: float = 1, label: str = "") -> None:
         key = f"{metric.name}:{label}" if metric.label else metric.name
@@ -190,14 +222,14 @@ class Counts:
 
 
 def labelled(counts: Mapping[str, _Value]) -> Iterator[tuple[str, str, _Value]]:
-    """(name, label or "", count or samples) of each entry of `CountStats.to_dict`."""
+    """Yield (name, label or "", count or samples) of each entry of `CountStats.to_dict`."""
     for key, value in counts.items():
         name, _, label = key.partition(":")
         yield name, label, value
 
 
 def summary(counts: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """`CountStats.to_dict` for people: of samples their number, mean and maximum."""
+    """Return `CountStats.to_dict` for people: of samples their number, mean and maximum."""
     out: dict[str, float] = {}
     for key, value in counts.items():
         if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Limits how often something is asked or said, and counts what is left out.
+"""Limits how often something is asked or logged, and counts what is left out.
 
 Not `kvstore.token_bucket`, which lets bytes trickle in evenly: here a period's worth may come at
 once, and a line says at the next one how many were left out.

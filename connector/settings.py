@@ -21,11 +21,10 @@ from connector.limits import (
     TTL_S_MAX,
     VRAM_POOL_BYTES_MIN,
 )
-from kvstore import (
+from kvstore import Limits, UsageError
+from kvstore.spi import (
     ItemsMax,
-    Limits,
     NumberRange,
-    UsageError,
     check_settings,
     known_names,
     read_config,
@@ -44,7 +43,7 @@ STORE_SETTINGS = (
     "ttl_s",
     "limits",
 )
-"""Those that mean something to an engine which names and lays out its pages itself."""
+"""Settings that have a meaning for an engine which names and lays out its pages itself."""
 
 
 Timeout = Annotated[float, NumberRange(above=0, most=TIMEOUT_S_MAX)]
@@ -56,13 +55,13 @@ class ConnectorSettings:
     """Holds one connector's settings. Raises `UsageError` naming field, value and limit."""
 
     url: str | None = None
-    """The index, a Redis URL; None: KVSTORE_URL, else the Redis embedded in this machine."""
+    """URL of the index, a Redis; None: KVSTORE_URL, else the Redis embedded in this machine."""
     key_prefix: str = "kv:default"
-    """Prefix of the index's keys: stores with different ones know nothing of each other."""
+    """Prefix of the index's keys: stores with different prefixes are separate."""
     node: str | None = None
     """Name of the memory node on this host; None: the only one there is."""
     node_size_bytes: Annotated[int, NumberRange(NODE_BYTES_MIN)] = 1 << 30
-    """Of the embedded memory node, which the first save starts when there is neither a URL nor
+    """Size of the embedded memory node, which the first save starts when there is neither a URL nor
     a node."""
     run_dir: str | None = None
     """Directory of the node's socket; None: the store's own default."""
@@ -71,18 +70,19 @@ class ConnectorSettings:
     tp_sizes: TpSizes = TP_SIZES_DEFAULT
     """Tensor-parallel sizes of engines whose blocks are looked for, besides this engine's own."""
     lookup_timeout_s: Timeout = LOOKUP_TIMEOUT_S
-    """After that a lookup is a miss, and earlier when computing the prompt would be over by then,
-    but not before 0.05. Engines that ask for pages of their own wait `redis_timeout_s`."""
+    """Time after which a lookup is a miss. It is a miss earlier when computing the prompt would be
+    over by then, but not before 0.05. Engines that name their own pages wait `redis_timeout_s`."""
     payload_order: Literal["heads", "tokens"] = "heads"
-    """What comes first in a layer of a block: with `tokens` a page of vLLM's default layout is one
-    piece, copied without a kernel, and shared by engines of one tensor-parallel size only
-    (docs/decisions/0071; it has not run on a device yet)."""
+    """Order of the bytes within a layer of a block. With `tokens` a page of vLLM's default layout
+    is contiguous, so it is copied without a kernel, but shared only by engines of one
+    tensor-parallel size (docs/decisions/0071; it has not run on a device yet)."""
     load_timeout_s: Timeout = 5.0
-    """After that the engine computes what was not loaded."""
+    """Time after which the engine computes what was not loaded; sooner where computing it would be
+    over by then."""
     save_timeout_s: Timeout = 10.0
-    """After that a save is dropped and its engine blocks are free again."""
+    """Time after which a save is dropped and its engine blocks are free again."""
     hand_over_wait_s: Timeout = HAND_OVER_WAIT_S
-    """How long a request waits at most for what a prefill engine says that it is saving
+    """Time that a request waits at most for blocks that a prefill engine says it is saving
     (docs/prefill-decode.md)."""
     layerwise: bool = False
     """Load and save layer by layer, beside the forward (docs/engines.md says when it pays)."""
@@ -90,33 +90,36 @@ class ConnectorSettings:
     """Keep recent blocks in VRAM, `vram_size_bytes` of them, and read those of other engines on
     this host there (docs/decisions/0023; it has not run on a device yet)."""
     vram_size_bytes: Annotated[int, NumberRange(VRAM_POOL_BYTES_MIN)] = 1 << 30
-    """Of VRAM that each worker of an engine that saves keeps recent blocks in, with `vram`."""
+    """Size of the VRAM in which each worker of an engine that saves keeps recent blocks, with
+    `vram`."""
     nixl_destination: Literal["host", "vram"] = "host"
-    """Where blocks of other hosts arrive that are read by RDMA: in host memory, or on the engine's
-    device (docs/rdma.md; it has not run on a device yet)."""
+    """Where blocks that are read by RDMA from other hosts arrive: in host memory, or on the
+    engine's device (docs/rdma.md; it has not run on a device yet)."""
     verify: Literal["never", "always"] = "never"
     """Whether payload checksums are written and checked on this host too."""
     checkpoint_interval_tokens: Annotated[int, NumberRange(0)] | None = None
-    """Windows and states are saved every so many tokens of a prompt, at its end, and where another
-    prompt parted from it; 0: at these alone. None: vLLM's prefix_cache_retention_interval where
-    that is above 0, else wherever the engine has them (docs/engines.md)."""
-    save_decode: bool = True
-    """Save blocks that hold generated tokens too."""
+    """Distance in tokens at which windows and states of a prompt are saved; they are also saved at
+    its end, and where another prompt parted from it. 0: only there. None: vLLM's
+    prefix_cache_retention_interval where that is above 0, else wherever the engine has them, but
+    for windows that outweigh attention (docs/engines.md)."""
+    save_decode: Literal[True, False, "auto"] = "auto"
+    """Save blocks that hold generated tokens too. With `auto` only as long as they are asked for:
+    where clients drop the model's thinking they never are (docs/engines.md)."""
     weights_id: str | None = None
-    """What stands for the weights in the namespace, for those who know it better: engines that
-    give the same have the same weights, whatever their files say. None: a fingerprint of them."""
+    """Stands for the weights in the namespace: engines with the same id have the same weights,
+    whatever their files say. None: a fingerprint of the files."""
     media_needs_salt: bool = False
     """Store requests with pictures, audio or video only where they have a `cache_salt` (vLLM): the
-    names that users give them (`multi_modal_uuids`) then count for one salt each."""
+    names that users give them (`multi_modal_uuids`) are then valid for that salt only."""
     ttl_s: Annotated[int, NumberRange(1, TTL_S_MAX)] | None = None
-    """How long a block may stay in the store at most, in seconds; then its bytes are wiped. It is a
-    part of the namespace: engines with another one share nothing (docs/decisions/0036)."""
+    """Time in seconds that a block may stay in the store; then its bytes are wiped. It is part of
+    the namespace: engines with another value share nothing (docs/decisions/0036)."""
     page_lock_bytes_max: Annotated[int, NumberRange(0)] = PAGE_LOCK_BYTES_MAX
-    """Of the node's memory that one worker page-locks, in the order of use; each GiB takes about
-    2 MiB of the device's memory."""
+    """Bytes of the node's memory that one worker page-locks, in the order of use; each GiB takes
+    about 2 MiB of the device's memory."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines and bounds of the store (`kvstore.Limits`), a table of names and values;
-    `lookup_timeout_s` goes before its `redis_timeout_s`."""
+    `lookup_timeout_s` wins over its `redis_timeout_s`."""
     pinned_fraction: Annotated[float, NumberRange(above=0, most=1)] = PINNED_FRACTION_MAX
     """Share of the engine's blocks that saves in flight may hold."""
 
@@ -129,7 +132,7 @@ class ConnectorSettings:
 
     @property
     def life(self) -> dict[str, int]:
-        """The fields of a namespace that bound the life of its blocks."""
+        """Return the fields of a namespace that bound the life of its blocks."""
         return {} if self.ttl_s is None else {"ttl_s": self.ttl_s}
 
     @classmethod

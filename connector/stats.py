@@ -18,7 +18,7 @@ class CountStats:
         self.counts: dict[str, Any] = dict(counts or {})
 
     def add(self, name: str, value: float | list[float]) -> None:
-        """A count, or samples; a name has only ever one of the two."""
+        """Add a count, or samples; a name has only ever one of the two."""
         if isinstance(value, list):
             self.counts[name] = (self.counts.get(name, []) + value)[-STATS_SAMPLES_MAX:]
         else:

@@ -60,7 +60,7 @@ class WorkThread(Generic[T]):
         self._items.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended; whether it has. True where it never began."""
+        """Wait until the thread has ended. Return whether it has. True where it never began."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
-from kvstore import Buffer
+from kvstore.spi import Buffer
 
 Payload = Buffer
-"""Where a payload is. On a device only where `KVMemory.device` says that it may be."""
+"""The memory of a payload. It is on a device only where `KVMemory.device` allows it."""
 
 
 class HeadPart(NamedTuple):
     """Names a range of a payload's heads and where it goes among the engine's."""
 
     payload_heads: int
-    """Heads that the whole payload has."""
+    """Heads of the whole payload."""
     source: int
     target: int
     heads: int
@@ -45,11 +45,11 @@ class Scatter(NamedTuple):
 
 
 class Ready(Protocol):
-    """Stands for work that was submitted to a device: what of torch's events is used."""
+    """Stands for work that was submitted to a device: the part of torch's events that is used."""
 
     def synchronize(self) -> object:
-        """Return when the work is done. No deadline: a device cannot be told to stop, and nobody
-        else waits for the calling thread for longer than a deadline of its own."""
+        """Return when the work is done. There is no deadline: a device cannot be told to stop, and
+        other threads wait for this one only up to their own deadlines."""
         ...
 
 
@@ -61,8 +61,8 @@ class KVCopier(Protocol):
     """
 
     batch_blocks: int
-    """Store blocks that are best copied together. One, where that gains nothing: what holds up
-    or spoils one block then leaves the others alone."""
+    """Store blocks that are best copied together. It is one where a batch gains nothing, so that a
+    block that fails does not affect others."""
 
     def gather_many(self, items: Sequence[Gather], layer: int | None = None) -> None: ...
 
@@ -82,7 +82,7 @@ Holding = Callable[[Iterable[memoryview]], AbstractContextManager[None]]
 
 
 def nothing_held(buffers: Iterable[memoryview]) -> AbstractContextManager[None]:
-    """`KVMemory.holding` where nothing is page-locked."""
+    """Return the context of `KVMemory.holding` where nothing is page-locked."""
     return nullcontext()
 
 
@@ -92,9 +92,9 @@ class KVMemory(NamedTuple):
     groups: list[KVCopier]
     """One copier per KV cache group."""
     close: Callable[[], None]
-    """Give back what the copiers have of the system; nothing may be copied any more."""
+    """Returns what the copiers hold of the system; nothing may be copied afterwards."""
     device: int | None = None
-    """Ordinal of the device whose memory payloads may be in, too."""
+    """Ordinal of the device whose memory may hold payloads, too."""
     holding: Holding = nothing_held
-    """A context that is held while somebody else copies between that device and buffers of the
-    store: they stay page-locked as they are."""
+    """A context that is entered while somebody else copies between that device and buffers of the
+    store: the buffers stay page-locked as they are."""

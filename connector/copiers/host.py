@@ -52,7 +52,7 @@ class HostCopier:
         self._single = [[(layer, 1, self._view(layer, 1))] for layer in range(len(layers))]
 
     def _view(self, first: int, count: int) -> npt.NDArray[np.generic]:
-        """`[layer, block, head, token, C]` over `count` layers a constant distance apart."""
+        """Return `[layer, block, head, token, C]` over `count` layers a constant distance apart."""
         layer = self._layers[first]
         size = layer.element_size()
         step = self._layers[first + 1].data_ptr() - layer.data_ptr() if count > 1 else 0
@@ -112,10 +112,10 @@ class HostCopier:
 
 
 def _layer_runs(layers: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """(first, count) of maximal runs of layers alike and a constant distance apart.
+    """Return (first, count) of maximal runs of layers alike and a constant distance apart.
 
-    Engines lay all layers out in one allocation, so that usually one run
-    covers all of them and one copy moves a block of every layer.
+    Engines lay all layers out in one allocation, so that usually one run covers all of them and one
+    copy moves a block of every layer.
     """
     runs: list[tuple[int, int]] = []
     first = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from connector.copiers.base import Gather, HeadPart, KVCopier, Ready, Scatter
-from kvstore import DeviceRange
+from kvstore.spi import DeviceRange
 
 if TYPE_CHECKING:
     from connector.copiers.base import Payload
@@ -47,7 +47,7 @@ class MixedCopier:
             copier.scatter_many(mine)
 
     def _runs(self, heads: int) -> Iterator[tuple[KVCopier, int, int, int]]:
-        """Copier, its heads on this worker, and where it is in a payload of `heads`."""
+        """Yield each copier, its heads on this worker, and where it is in a payload of `heads`."""
         begin = 0
         for copier, run in zip(self._copiers, self._geometry.runs, strict=True):
             size_bytes = self._geometry.run_bytes(run, self._block_tokens)

@@ -12,7 +12,8 @@ from connector.copiers.base import KVCopier, KVMemory
 from connector.copiers.host import HostCopier
 from connector.copiers.mixed import MixedCopier
 from connector.limits import PAGE_LOCK_BYTES_MAX
-from kvstore import PoolMapping, UsageError
+from kvstore import UsageError
+from kvstore.spi import PoolMapping
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,8 @@ def kv_memory(
 
 
 def folded(layer: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
-    """`[B, 1, N, H * C]` of a layer's `[B, H, N, C]`: the same memory, where it is such."""
+    """Return `[B, 1, N, H * C]` of a layer's `[B, H, N, C]` over the same memory. Raises
+    `UsageError` where its strides do not allow it."""
     shape = tuple(layer.shape)
     if len(shape) == 4 and shape[1] == geometry.folded_heads:
         blocks, heads, tokens, channels = shape

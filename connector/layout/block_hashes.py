@@ -12,31 +12,30 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from kvstore import UsageError, chained_hashes
+from kvstore import UsageError
+from kvstore.spi import chained_hashes
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
 ALGORITHM = "kvstore-chain-1"
-"""Names what is hashed and how, for the namespace; another one when either changes."""
+"""Names what is hashed and how, for the namespace; it changes when either does."""
 _ROOT = sha256(ALGORITHM.encode()).digest()
 _PART = b"kvstore-part-1:"
-"""Begins what is hashed of a part of a block; what is hashed of a whole one begins with a hash."""
+"""The first bytes hashed for a partial block; for a whole block they are a hash."""
 
 Extra = Callable[[int, int], object]
-"""What shapes the KV of tokens `first` to `end`, apart from tokens: adapter, image, salt.
-
-Plain values (None, bool, int, str, bytes) and sequences of them.
-"""
+"""Returns what shapes the KV of tokens `first` to `end`, apart from tokens: adapter, image, salt.
+Plain values (None, bool, int, str, bytes) and sequences of them."""
 
 
 def extend(
     hashes: Sequence[bytes], tokens: Sequence[int], block_tokens: int, extra: Extra | None
 ) -> list[bytes]:
-    """`hashes` of the blocks at the head of `tokens`, and those of all full blocks after them.
+    """Return `hashes` of the blocks at the head of `tokens`, followed by those of all full blocks
+    after them.
 
     Without `extra` tokens alone shape the KV. Stops before a token that is none (negative: an
-    engine's placeholder).
-    Raises `UsageError` for an extra that has no canonical bytes.
+    engine's placeholder). Raises `UsageError` for an extra that has no canonical bytes.
     """
     out = list(hashes)
     last = out[-1] if out else _ROOT
@@ -53,7 +52,7 @@ def extend(
 
 
 def _words(tokens: Sequence[int], first: int, end: int) -> array[int]:
-    """`tokens` from `first` to `end` as they are hashed, fewer when one is none."""
+    """Return `tokens` from `first` to `end` as they are hashed, fewer when one is none."""
     try:
         words = array("I", tokens[first:end])
     except OverflowError:
@@ -88,12 +87,18 @@ class BlockHashes:
     seen then.
     """
 
-    __slots__ = ("_block_tokens", "_engine_hash", "_extra", "_hashes", "_refused", "_seen")
+    __slots__ = ("_block_tokens", "_engine_hash", "_extra", "_hashes", "_name", "_refused", "_seen")
 
     def __init__(
-        self, block_tokens: int, extra: Extra, engine_hash: Callable[[int], bytes | None]
+        self,
+        block_tokens: int,
+        extra: Extra,
+        engine_hash: Callable[[int], bytes | None],
+        name: str = "",
     ) -> None:
-        """`engine_hash(n)`: the engine's own hash of the prefix of n tokens, None without one."""
+        """`engine_hash(n)`: the engine's own hash of the prefix of n tokens, None without one.
+        `name` is the request's in log lines."""
+        self._name = name
         self._block_tokens = block_tokens
         self._extra = extra
         self._engine_hash = engine_hash
@@ -102,8 +107,8 @@ class BlockHashes:
         self._refused = False
 
     def hashes(self, tokens: Sequence[int], num_tokens: int) -> Sequence[bytes]:
-        """One for each full block of the first `num_tokens` tokens. None at all for a request
-        whose extras have no canonical bytes: it is neither loaded nor saved."""
+        """Return one hash for each full block of the first `num_tokens` tokens. The list is empty
+        for a request whose extras have no canonical bytes: it is neither loaded nor saved."""
         full = num_tokens // self._block_tokens
         known = self._engine_hash(len(self._hashes) * self._block_tokens)
         if known is None or known != self._seen:
@@ -116,7 +121,7 @@ class BlockHashes:
         except UsageError as e:
             self._refused = True
             self._hashes = []
-            log.warning("a request is neither loaded nor saved: %s", e)
+            log.warning("request %s is neither loaded nor saved: %s", self._name, e)
         self._seen = self._engine_hash(len(self._hashes) * self._block_tokens)
         return self._hashes
 
@@ -133,7 +138,7 @@ class BlockHashes:
             return part_hash(before, tokens[start:num_tokens], self._extra(start, num_tokens))
         except UsageError as e:
             self._refused = True
-            log.warning("a request is neither loaded nor saved: %s", e)
+            log.warning("request %s is neither loaded nor saved: %s", self._name, e)
             return None
 
 

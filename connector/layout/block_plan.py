@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.messages import BlockTables, EngineRequest, LoadBlock, SaveBlock, StateBlock
-from kvstore import BlockRef, Key
+from kvstore.spi import BlockRef, Key
 
 if TYPE_CHECKING:
     from connector.layout.geometry import GroupLayout, StoreLayout
@@ -28,9 +28,9 @@ class Checkpoints(NamedTuple):
     """Names the ends of a prefix, in store blocks, at which its windows and states are saved."""
 
     every: int | None = None
-    """At the multiples of this; 0: at none, None: at each."""
+    """Positions at the multiples of this; 0: none, None: each."""
     ends: frozenset[int] = frozenset()
-    """At these too: where a later prompt is likely to begin."""
+    """Further positions, at which a later prompt is likely to begin."""
 
     def keeps(self, blocks: int) -> bool:
         if self.every is None or blocks in self.ends:
@@ -61,8 +61,8 @@ def usable_run(
     num_tokens: int,
     blocks_max: int | None = None,
 ) -> int:
-    """Store blocks of the longest prefix that every group has what it needs of, at most
-    `blocks_max`.
+    """Return the store blocks of the longest prefix of which every group has what it needs, at
+    most `blocks_max`.
 
     A group with a window needs the blocks that the window before the end
     touches, one with chunks those of the chunk that the end lies in, one with
@@ -147,13 +147,12 @@ def load_blocks(
     layout: StoreLayout,
     null_block_id: int | None,
 ) -> tuple[LoadBlock, ...]:
-    """Loads that fill tokens `start_token` to `start_token + num_tokens`.
+    """Return loads that fill tokens `start_token` to `start_token + num_tokens`.
 
-    `tables` are the request's whole tables; `start_token` lies on a boundary of
-    engine blocks, not necessarily on a store block's. Blocks that the engine
-    left out (before a window) are not loaded. One that it has made room for and
-    that is nowhere becomes a load that fails: the engine would take it as valid.
-    Of states only the one at the end is loaded; the engine reads no other.
+    `tables` are the request's whole tables; `start_token` lies on a boundary of engine blocks, not
+    necessarily on a store block's. Blocks that the engine left out (before a window) are not
+    loaded. One that it has made room for and that is nowhere becomes a load that fails: the engine
+    would take it as valid. Of states only the one at the end is loaded; the engine reads no other.
     """
     end_token = start_token + num_tokens
     blocks: list[LoadBlock] = []
@@ -200,7 +199,6 @@ def full_blocks(
     request: EngineRequest,
     num_scheduled_tokens: int,
     layout: StoreLayout,
-    save_decode: bool,
     volatile_tokens: int,
 ) -> int:
     """Store blocks that are full and final once this step's forward has run.
@@ -211,8 +209,6 @@ def full_blocks(
     """
     tokens = min(request.num_computed_tokens + num_scheduled_tokens, request.num_tokens)
     tokens -= volatile_tokens
-    if not save_decode:
-        tokens = min(tokens, request.num_prompt_tokens)
     return max(0, tokens) // layout.block_tokens
 
 
@@ -225,7 +221,8 @@ def save_blocks(
     null_block_id: int | None,
     checkpoints: Checkpoints = EVERYWHERE,
 ) -> tuple[SaveBlock, ...]:
-    """Saves of store blocks `first` to `last`; those the engine no longer holds are left out.
+    """Return saves of store blocks `first` to `last`; those the engine no longer holds are left
+    out.
 
     So are states (`save_states`), and windows that none of the `checkpoints` needs. `keys` are per
     group, shard and block.
@@ -252,8 +249,9 @@ def save_part(
     layout: StoreLayout,
     null_block_id: int | None,
 ) -> tuple[SaveBlock, ...]:
-    """Saves of what a prompt of `num_tokens` has behind its last full store block, one for each
-    group; none when the engine no longer holds all of it. `keys` are per group and shard."""
+    """Return saves of the partial block that a prompt of `num_tokens` has behind its last full
+    store block, one for each group; none when the engine no longer holds all of it. `keys` are per
+    group and shard."""
     index, rest = divmod(num_tokens, layout.block_tokens)
     blocks: list[SaveBlock] = []
     for group, table in enumerate(tables):
@@ -274,8 +272,8 @@ def save_states(
     layout: StoreLayout,
     checkpoints: Checkpoints = EVERYWHERE,
 ) -> tuple[SaveBlock, ...]:
-    """Saves of those `states` that end a store block from number `first` on, within `num_tokens`,
-    at one of the `checkpoints`.
+    """Return saves of those `states` that end a store block from number `first` on, within
+    `num_tokens`, at one of the `checkpoints`.
 
     `keys` are per group, shard and block.
     """

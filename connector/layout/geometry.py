@@ -33,7 +33,7 @@ Field = str | int | float | bool | None
 
 LAYOUT = "LHNC"
 TOKEN_ORDER_LAYOUT = "LNHC"
-"""With the heads within a token."""
+"""The layout with the heads within a token."""
 LAYOUT_VERSION = 1
 """Grows when the same fields come to mean other bytes."""
 
@@ -42,7 +42,7 @@ class LayerRun(NamedTuple):
     """Names layers of one shape among those of a group."""
 
     layers: tuple[int, ...]
-    """Their places among the group's layers."""
+    """Positions among the group's layers."""
     heads: int
     channel_bytes: int
     tokens_per_slot: Fraction = Fraction(1)
@@ -59,19 +59,18 @@ class KVGeometry:
     """C: bytes of one token of one head, K and V packed."""
     engine_block_tokens: int
     recurrent: bool = False
-    """State-space layers: an engine block holds no KV but one state, after its last token.
-
-    `channel_bytes` are those of one layer's state, `heads` is 1.
-    """
+    """Whether the layers are state-space layers: an engine block holds no KV but one state, after
+    its last token. `channel_bytes` are those of one layer's state, `heads` is 1."""
     runs: tuple[LayerRun, ...] = ()
-    """Where layers have several shapes: all of them, `heads` and `channel_bytes` are the first's.
-    Payloads hold one run after another. Only workers know them; no namespace does."""
+    """The runs of layers with one shape each, where there are several shapes; `heads` and
+    `channel_bytes` are the first's. Payloads hold one run after another. Only workers know them; no
+    namespace does."""
     tokens_per_slot: Fraction = Fraction(1)
-    """Tokens that one entry of C bytes stands for: more where a model keeps one for several, and
-    where this worker has that of one token in several (decode context parallelism)."""
+    """Tokens for which one entry of C bytes stands: more than one where a model keeps one entry for
+    several tokens, and where this worker has one of several tokens (decode context parallelism)."""
     folded_heads: int = 1
-    """KV heads that lie side by side in C, in the order of tokens: `heads` is 1 then, and to those
-    who copy there is but one."""
+    """KV heads that lie side by side in C, in the order of tokens. `heads` is then 1, and copiers
+    see a single head."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "channel_bytes", "engine_block_tokens"):
@@ -87,8 +86,8 @@ class KVGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token, or of one state, in all layers and heads; where entries stand for
-        several tokens see `payload_bytes`."""
+        """Return the bytes of one token, or of one state, in all layers and heads; where entries
+        stand for several tokens see `payload_bytes`."""
         return self.payload_bytes(1)
 
     def in_token_order(self) -> KVGeometry:
@@ -150,9 +149,9 @@ class GroupLayout:
 
     geometry: KVGeometry
     topology: TpKVTopology
-    """Of the engine's first worker; `at` makes another's."""
+    """The topology of the engine's first worker; `at` makes another's."""
     splits: tuple[Split, ...]
-    """The engine's own first: it saves in this one, and prefers it."""
+    """Ways to split the heads. The first is the engine's own: it saves in it, and prefers it."""
     window_tokens: int | None = None
     """Sliding window: a token needs the KV of the `window_tokens - 1` before it; None: of all."""
     chunk_tokens: int | None = None
@@ -166,7 +165,8 @@ class GroupLayout:
         return self.geometry.recurrent or bool(self.window_tokens or self.chunk_tokens)
 
     def needed_from(self, end_token: int) -> int:
-        """First token before `end_token` of which the one at `end_token` needs this group."""
+        """Return the first token before `end_token` for which the token at `end_token` needs this
+        group."""
         if self.geometry.recurrent:
             return max(0, end_token - 1)  # the block with that token holds the state after it
         if self.chunk_tokens is not None:
@@ -193,7 +193,7 @@ class StoreLayout:
 
     @property
     def engine_block_tokens(self) -> int:
-        """Tokens from one boundary to the next at which blocks of every group begin."""
+        """Return the tokens from one boundary to the next at which blocks of every group begin."""
         blocks = (group.geometry.engine_block_tokens for group in self.groups)
         return math.lcm(self.boundary_tokens, *blocks)
 
@@ -223,18 +223,18 @@ class StoreLayout:
 
     @property
     def opaque(self) -> bool:
-        """Return whether some group's engine blocks cannot be told apart token by token."""
+        """Return whether some group's engine blocks do not lie token by token."""
         return any(group.opaque for group in self.groups)
 
     @property
     def fails_by_request(self) -> bool:
-        """Return whether a failed load is told by request: with several groups, each of which has
-        block tables of its own, a block id does not name a block; and with states all tokens before
-        a block that failed are lost too."""
+        """Return whether a failed load is reported by request. With several groups, each of which
+        has block tables of its own, a block id does not name a block; with states all tokens before
+        a failed block are lost too."""
         return max(self.engine_groups, len(self.groups)) > 1 or self.recurrent
 
     def blocks_per_key(self, group: int = 0) -> int:
-        """Engine blocks in one store block of `group`."""
+        """Return the engine blocks in one store block of `group`."""
         return self.block_tokens // self.groups[group].geometry.engine_block_tokens
 
     def all_namespaces(self) -> Iterable[Namespace]:
@@ -276,7 +276,7 @@ def default_block_tokens(
 
 
 def check_block_tokens(block_tokens: int, engine_block_tokens: int) -> int:
-    """`block_tokens` when the engine's blocks fit into it, else `UsageError`."""
+    """Return `block_tokens` when the engine's blocks fit into it, else raise `UsageError`."""
     if block_tokens % engine_block_tokens or not 0 < block_tokens <= BLOCK_TOKENS_MAX:
         raise UsageError(
             "block_tokens",

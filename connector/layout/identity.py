@@ -32,19 +32,19 @@ NAMES_ONLY = (
     "id2label",
     "label2id",
 )
-"""Of a model's configuration: what shapes no forward, or (dtype) has a field of its own."""
+"""Fields of a model's configuration that shape no forward, or (dtype) have a field of their own."""
 
 
 def digest_of(value: object) -> str:
-    """16 hexadecimal digits that are the same for equal values, in every process."""
+    """Return 16 hexadecimal digits that are the same for equal values, in every process."""
     raw = json.dumps(value, sort_keys=True, default=str).encode()
     return blake2b(raw, digest_size=8).hexdigest()
 
 
 def forward_digest(config: Mapping[str, object], leave_out: Collection[str] = NAMES_ONLY) -> str:
-    """Return the digest of all that may shape the forward in a model's configuration, however deep.
+    """Return the digest of all that may shape the forward in a model's configuration, at any depth.
 
-    What is unknown counts: a field too many costs hits, one too few wrong KV.
+    An unknown field counts: a field too many costs hits, one too few gives wrong KV.
     """
     return digest_of(_kept(config, leave_out))
 
@@ -60,7 +60,8 @@ def _kept(value: object, leave_out: Collection[str]) -> object:
 
 
 def config_digest(path: str | os.PathLike[str]) -> str:
-    """`forward_digest` of the `config.json` beside the weights; empty where there is none."""
+    """Return `forward_digest` of the `config.json` beside the weights; empty where there is
+    none."""
     try:
         fields = json.loads((Path(path) / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -89,7 +90,7 @@ def files_of(
 
 
 def weights_digest(path: str | os.PathLike[str]) -> str:
-    """`kvstore.weights_fingerprint`, once in this process for the same files.
+    """Return `kvstore.weights_fingerprint`, computed once in this process for the same files.
 
     Raises `UsageError` and `DeadlineError` as it does.
     """

@@ -13,10 +13,11 @@ from typing import ClassVar, Self
 from connector.layout.block_hashes import ALGORITHM, extend
 from connector.layout.geometry import StoreLayout
 from connector.limits import BLOCK_TOKENS_MAX
-from kvstore import Key, Namespace, UsageError
+from kvstore import Namespace, UsageError
+from kvstore.spi import Key
 
 KEY_BYTES = 32
-"""Of a `kvstore.Key`."""
+"""Size of a `kvstore.spi.Key`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.copiers.base import HeadPart
 from connector.layout.topology import HeadRange, reads_of
-from kvstore import in_batches
+from kvstore.spi import in_batches
 
 if TYPE_CHECKING:
     from connector.layout.geometry import GroupLayout, KVGeometry
     from connector.messages import LoadBlock
-    from kvstore import BlockRef, Namespace
+    from kvstore import Namespace
+    from kvstore.spi import BlockRef
 
 
 class ShardRead(NamedTuple):
     """Describes one shard of a writer's, as far as this worker needs it."""
 
     shard: int
-    """Its place among the split's shards."""
+    """Its number among the split's shards."""
     payload_bytes: int
     """Size of the whole shard's payload."""
     part: HeadPart
@@ -43,7 +45,7 @@ class GroupReads:
         self.block_bytes = geometry.payload_bytes(block_tokens)
         """Payload of the block that this worker saves."""
         self.engine_block_bytes = geometry.payload_bytes(geometry.engine_block_tokens)
-        """Of all layers together."""
+        """Bytes of all layers together."""
         mine = HeadRange(topology.tp_shard * geometry.heads, geometry.heads)
         self._by_split: list[tuple[ShardRead, ...]] = []
         for split in layout.splits:
@@ -87,10 +89,12 @@ def windows(
 ) -> Iterator[Sequence[LoadBlock]]:
     """Return runs of `blocks` that fit this much memory should all of them be on other hosts."""
 
-    def size_of(block: LoadBlock) -> int:
-        return sum(piece.payload_bytes for piece in groups[block.group].pieces(block.split))
+    return in_batches(blocks, len(blocks), partial(bytes_of, groups), size_bytes_max)
 
-    return in_batches(blocks, len(blocks), size_of, size_bytes_max)
+
+def bytes_of(groups: Sequence[GroupReads], block: LoadBlock) -> int:
+    """Return how much this worker reads for a block."""
+    return sum(piece.payload_bytes for piece in groups[block.group].pieces(block.split))
 
 
 def alike(blocks: Iterable[LoadBlock], count_max: int) -> Iterator[Sequence[LoadBlock]]:

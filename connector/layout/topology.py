@@ -31,11 +31,11 @@ class HeadRead(NamedTuple):
     """Says which heads a worker takes from one shard of a writer's."""
 
     shard: int
-    """Which distinct part of the writer's heads."""
+    """Number of the writer's distinct part of the heads."""
     source: int
     """First head, counted within the shard's heads."""
     target: int
-    """Where it goes, counted within the reader's heads."""
+    """First head at the target, counted within the reader's heads."""
     heads: int
 
 
@@ -88,7 +88,7 @@ class TpKVTopology:
     """Tensor-parallel size by engine id, this engine's among them. May grow later."""
     is_mla: bool
     total_num_kv_heads: int
-    """Of the whole model; counts as 1 with `is_mla`."""
+    """KV heads of the whole model; counts as 1 with `is_mla`."""
     attn_backend: object
     """vLLM's class of the attention backend, or several, of which the first counts. None: K and V
     of a block lie together."""
@@ -96,16 +96,17 @@ class TpKVTopology:
     remote_block_size: dict[str, int]
     """Tokens of a block by engine id, this engine's among them. May grow later."""
     tensor_shape: Sequence[int] | None = None
-    """Of the tensor with the KV of all layers, where there is one such."""
+    """Shape of the tensor with the KV of all layers, where there is one."""
     is_mamba: bool = False
     pp_rank: int = 0
     pp_size: int = 1
     pcp_rank: int = 0
     pcp_size: int = 1
-    """Prefill context parallelism: so many times as many workers, each with all that one has."""
+    """Size of prefill context parallelism: it multiplies the workers, each of which has all the KV
+    that one has."""
     dcp_size: int = 1
-    """Decode context parallelism: into so many parts workers with the same heads share the tokens
-    of each block."""
+    """Size of decode context parallelism: workers with the same heads divide the tokens of each
+    block into this many parts."""
 
     def __post_init__(self) -> None:
         for name, rank, size in (
@@ -133,7 +134,7 @@ class TpKVTopology:
         pcp_size: int = 1,
         dcp_size: int = 1,
     ) -> TpKVTopology:
-        """Makes the topology of the first worker of an engine that knows no other.
+        """Make the topology of the first worker of an engine that knows no other.
 
         `total_num_kv_heads` None: every tensor-parallel worker has heads of its own.
         """
@@ -142,7 +143,7 @@ class TpKVTopology:
         return replace(one, pp_size=pp_size, pcp_size=pcp_size, dcp_size=dcp_size)
 
     def at(self, rank: int) -> TpKVTopology:
-        """Makes the same for another worker; workers are counted by stage, then by prefill context
+        """Make the same for another worker; workers are counted by stage, then by prefill context
         rank, then by tensor-parallel rank."""
         pp_rank, within = divmod(rank, self.pcp_size * self.tp_size)
         pcp_rank, tp_rank = divmod(within, self.tp_size)
@@ -150,7 +151,7 @@ class TpKVTopology:
 
     @property
     def heads(self) -> int:
-        """Distinct KV heads of the model."""
+        """Return the number of distinct KV heads of the model."""
         return 1 if self.is_mla else self.total_num_kv_heads
 
     @property
@@ -165,7 +166,7 @@ class TpKVTopology:
 
     @property
     def tp_shard(self) -> int:
-        """The number of the part that this worker holds, from 0."""
+        """Return the number of the part that this worker holds, from 0."""
         return self.tp_rank // (self.tp_size // self.tp_shards)
 
     @property
@@ -186,7 +187,7 @@ class TpKVTopology:
 
     @property
     def shard(self) -> int:
-        """The number of its part among those of all stages, as `shard_of` counts them."""
+        """Return the number of its part among those of all stages, as `shard_of` counts them."""
         return self.shard_of(self.tp_shards, self.tp_shard)
 
     def shard_of(self, tp_shards: int, tp_shard: int) -> int:
@@ -205,7 +206,7 @@ class TpKVTopology:
 
     @property
     def block_size(self) -> int:
-        """Tokens of one of this engine's blocks."""
+        """Return the tokens of one of this engine's blocks."""
         return self.remote_block_size[self.engine_id]
 
     @property
@@ -231,9 +232,10 @@ class TpKVTopology:
 
     @property
     def block_size_position(self) -> int:
-        """Dimension of the cache that counts a block's tokens, from the end: -1 is the last.
+        """Return the dimension of the cache that counts a block's tokens, from the end: -1 is the
+        last.
 
-        As it lies in memory where `tensor_shape` is known, else as the backend names it.
+        It is that in memory where `tensor_shape` is known, else as the backend names it.
         """
         shape = self._cache_shape()
         if self.tensor_shape is not None:
@@ -273,11 +275,12 @@ class TpKVTopology:
         return _ratio("block_size", self.block_size, remote_block_size)
 
     def tp_ratio_from_engine_id(self, remote_engine_id: str) -> int:
-        """`tp_ratio` to an engine of `remote_tp_size`; `KeyError` for another, here and below."""
+        """Return `tp_ratio` to an engine of `remote_tp_size`; raise `KeyError` for another, here
+        and below."""
         return self.tp_ratio(self.remote_tp_size[remote_engine_id])
 
     def block_size_ratio_from_engine_id(self, remote_engine_id: str) -> int:
-        """`block_size_ratio` to an engine of `remote_block_size`."""
+        """Return `block_size_ratio` to an engine of `remote_block_size`."""
         return self.block_size_ratio(self.remote_block_size[remote_engine_id])
 
     def is_kv_replicated(self, engine_id: str) -> bool:
@@ -296,7 +299,7 @@ class TpKVTopology:
         return self.tp_rank // self.tp_ratio(remote_tp_size)
 
     def get_target_remote_rank_from_engine_id(self, remote_engine_id: str) -> int:
-        """`get_target_remote_rank` of an engine of `remote_tp_size`."""
+        """Return `get_target_remote_rank` of an engine of `remote_tp_size`."""
         return self.get_target_remote_rank(self.remote_tp_size[remote_engine_id])
 
     def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
@@ -307,7 +310,7 @@ class TpKVTopology:
         return list(range(self.tp_rank * -ratio, (self.tp_rank + 1) * -ratio))
 
     def get_target_remote_ranks_from_engine_id(self, remote_engine_id: str) -> list[int]:
-        """`get_target_remote_ranks` of an engine of `remote_tp_size`."""
+        """Return `get_target_remote_ranks` of an engine of `remote_tp_size`."""
         return self.get_target_remote_ranks(self.remote_tp_size[remote_engine_id])
 
 

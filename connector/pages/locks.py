@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connector.limits import LOCK_TIMEOUT_S, LOCKED_KEYS_MAX, Clock
-from kvstore import BlockRef, BlockStore, Key, PeerError
+from kvstore import PeerError
+from kvstore.spi import BlockRef, BlockStore, Key
 
 
 @dataclass(slots=True)
 class _Lock:
     found: BlockRef
     pinned: bool
-    """Whether it is on a node of this host and stays there; one of another host may leave it."""
+    """Whether it is on a node of this host and stays there; a block of another host may leave
+    it."""
     count: int
     ends_at: float
 

@@ -19,19 +19,8 @@ from connector.limits import (
     SAVE_BATCH_BLOCKS,
     SAVE_BATCH_BYTES,
 )
-from kvstore import (
-    BlockRef,
-    HostBlockStore,
-    Key,
-    Namespace,
-    PeerError,
-    PutResult,
-    PutStatus,
-    Reservation,
-    UsageError,
-    copy_bytes,
-    in_batches,
-)
+from kvstore import Namespace, PeerError, PutResult, PutStatus, UsageError
+from kvstore.spi import BlockRef, HostBlockStore, Key, Reservation, copy_bytes, in_batches
 
 Parts = Sequence[memoryview]
 """A page's memory: contiguous ranges, each of format 'B'."""
@@ -45,7 +34,8 @@ def _array_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_uint8]]:
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:
-    """Writable view of memory that the caller keeps alive. Raises `UsageError` for no memory."""
+    """Return a writable view of memory that the caller keeps alive. Raises `UsageError` for no
+    memory."""
     if address <= 0 or size_bytes <= 0:
         raise UsageError("memory", (address, size_bytes), "must be an address and a size above 0")
     return memoryview(_array_type(size_bytes).from_address(address)).cast("B")

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Self
 from connector.layout.prompt_keys import KEY_BYTES
 from connector.limits import ROUTER_BLOCKS_ASKED_MAX
 from connector.router.prefix import INDEX_AWAY
-from kvstore import Key, UsageError
+from kvstore import UsageError
+from kvstore.spi import Key
 
 if TYPE_CHECKING:
     from connector.router.prefix import Prefixes
 
 
 class UnknownModelError(Exception):
-    """No engine has told yet how it names this model's blocks, or tokens alone do not tell."""
+    """Raised when no engine has told yet how it names this model's blocks, or when tokens alone do
+    not determine the keys."""
 
 
 _PLAIN_SIZE = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
@@ -36,7 +38,7 @@ class BlocksAsked:
     """Holds one question: `keys`, or a `model` and `tokens`."""
 
     keys: Sequence[Key] | bytes | None = None
-    """Each for itself, or the bytes of all."""
+    """Keys one by one, or the bytes of all."""
     model: str = ""
     tokens: Sequence[int] = ()
     block_size: int | None = None

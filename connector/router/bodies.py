@@ -21,9 +21,9 @@ TOKENIZED = {
 }
 """Fields that decide which tokens a prompt is."""
 NOT_TOLD = ("cache_salt", "truncate_prompt_tokens", "documents", "reasoning_effort")
-"""Fields that decide what its keys are, and of which `/tokenize` knows nothing."""
+"""Fields that decide what its keys are, but that `/tokenize` ignores."""
 TO_BE_DECODED = {"do_remote_decode": True, "do_remote_prefill": False}
-"""Another engine goes on with the prompt, as vLLM's routers say it."""
+"""The field by which vLLM's routers say that another engine continues the prompt."""
 ANSWER_FIELDS = ("stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "echo")
 """Fields about an answer that a prefill engine is not asked for."""
 
@@ -45,19 +45,27 @@ def prefill_body(path: str, body: Body) -> dict[str, object]:
 
 
 def decode_body(body: dict[str, object], answer: Body) -> dict[str, object]:
-    """Return the client's request for a decode engine, with what the prefill engine wants it
-    told."""
-    told = answer.get("kv_transfer_params")
-    if not isinstance(told, dict) or told.get("do_remote_prefill") is not True:
+    """Return the client's request for a decode engine, with the parameters that the prefill engine
+    returned."""
+    params_of_prefill = answer.get("kv_transfer_params")
+    if (
+        not isinstance(params_of_prefill, dict)
+        or params_of_prefill.get("do_remote_prefill") is not True
+    ):
         return body
-    told = {name: value for name, value in told.items() if name != PromptKeys.ASKED}
+    params_of_prefill = {
+        name: value for name, value in params_of_prefill.items() if name != PromptKeys.ASKED
+    }
     params = body.get("kv_transfer_params")
-    return {**body, "kv_transfer_params": {**(params if isinstance(params, dict) else {}), **told}}
+    return {
+        **body,
+        "kv_transfer_params": {**(params if isinstance(params, dict) else {}), **params_of_prefill},
+    }
 
 
-def token_list(said: object) -> list[int] | None:
-    """Return `said` when it is a list of tokens, else None."""
-    return said if isinstance(said, list) and all(type(one) is int for one in said) else None
+def token_list(tokens: object) -> list[int] | None:
+    """Return the argument when it is a list of tokens, else None."""
+    return tokens if isinstance(tokens, list) and all(type(one) is int for one in tokens) else None
 
 
 def text_only(messages: object) -> bool:

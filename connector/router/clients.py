@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from connector.limits import ROUTER_HEAD_TIMEOUT_S, ROUTER_IDLE_CLIENTS_MAX, ROUTER_IDLE_TIMEOUT_S
 from connector.rate import Rate
-from kvstore import Waiting, open_files_share
+from kvstore.spi import Waiting, open_files_share
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -28,11 +28,13 @@ log = logging.getLogger("kvstore.router")
 
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
-"""Connections that are taken before those that are there are served again."""
+"""Connections that are accepted before existing ones are served again."""
 ACCEPT_PAUSE_S = 0.05
-"""After a connection that could not be taken, or has no room: it waits in the kernel's queue."""
+"""Pause after a connection that could not be accepted, or for which there is no room: it waits in
+the kernel's queue."""
 IDLE_MIN_S = 1.0
-"""For so long nobody who is idle goes for another: many may come together, each with a request."""
+"""Time for which no idle connection is closed for another: many may arrive together, each with a
+request."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _no_descriptors = Rate(1, 60.0)
 
@@ -67,13 +69,13 @@ class ClientConnection:
         self._protocol.connection_lost(error)
 
     def begin(self) -> None:
-        """A request's head is there."""
+        """Note that a request's head is there."""
         self._acceptor.idle.leave(self)
         self._acceptor.busy.add(self)
         self._timer.cancel()
 
     def end(self) -> None:
-        """It was answered."""
+        """Note that the request was answered."""
         self._acceptor.busy.discard(self)
         if not self._transport.is_closing():
             self._rest(ROUTER_IDLE_TIMEOUT_S)

@@ -21,9 +21,10 @@ log = logging.getLogger("kvstore.router")
 SCHEME = "dns+http://"
 EVERY_S = 2.0
 LOOK_UP_TIMEOUT_S = 5.0
-"""How long a name's answer is waited for; it is waited for again at the next look-up."""
+"""Time to wait for a name's addresses; the next look-up waits again."""
 UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA)
-"""Answers of a name server by which there is nobody; after others nobody knows."""
+"""Answers of a name server that mean that nobody has the name; after other errors nothing is
+known."""
 
 
 @dataclass(slots=True)
@@ -35,9 +36,9 @@ class Name:
     role: Role
     at: str
     found: list[Engine] = field(default_factory=list)
-    """At the last look-up that was answered."""
+    """Engines at the last look-up that was answered."""
     _asked: asyncio.Future[list[Any]] | None = None
-    """A question without an answer yet. It holds a thread: there is one at a time."""
+    """A question without an answer yet. It holds a thread, so there is one at a time."""
 
     @classmethod
     def parse(cls, role: Role, text: str) -> Name:

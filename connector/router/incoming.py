@@ -18,7 +18,7 @@ from connector.limits import (
     ROUTER_LISTS_MAX,
     ROUTER_VALUES_MAX,
 )
-from kvstore import open_files_share
+from kvstore.spi import open_files_share
 
 
 def most_in_flight() -> int:
@@ -27,7 +27,7 @@ def most_in_flight() -> int:
 
 
 class BodyRefusedError(Exception):
-    """A body is not read on, or not taken."""
+    """Raised for a body that is refused or not read to its end."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -39,7 +39,7 @@ class Incoming:
 
     def __init__(self) -> None:
         self._coming: dict[asyncio.Transport, None] = {}
-        """Of requests whose bodies have not come, in the order in which they began."""
+        """Connections whose requests' bodies have not arrived, in the order in which they began."""
 
     async def body(self, request: web.Request, timeout_s: float) -> dict[str, object]:
         """Return the JSON object that is the request's body. Raises `BodyRefusedError`."""

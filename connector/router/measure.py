@@ -32,8 +32,8 @@ from connector.router.routing import Role
 
 PREFIX_TOKENS = 2048
 TAIL_TOKENS = 2
-"""Computed in a step of its own by every engine (vllm-cpu.yaml), so that all run the same
-kernels on the same shapes: what differs between answers is then the KV and nothing else."""
+"""Tokens that every engine computes in a step of its own (vllm-cpu.yaml), so that all run the same
+kernels on the same shapes. Only the KV can then make answers differ."""
 NEW_TOKENS = 16
 VOCABULARY = 4096
 REQUEST_TIMEOUT_S = 120.0
@@ -42,7 +42,7 @@ COUNTERS_TIMEOUT_S = 2.0
 LOADED = re.compile(
     r'^vllm:prompt_tokens_by_source_total{.*source="external_kv_transfer".*} (\S+)', re.MULTILINE
 )
-"""A vLLM engine's counter of prompt tokens that its connector loaded."""
+"""The counter of a vLLM engine for prompt tokens that its connector loaded."""
 DATA = b"data: "
 
 
@@ -60,7 +60,7 @@ class MeasuredAnswer:
 @dataclass(slots=True)
 class Round:
     answers: list[MeasuredAnswer | None] = field(default_factory=list)
-    """By prompt; None where the request failed."""
+    """Answers by prompt; None where the request failed."""
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -128,8 +128,8 @@ async def loaded_by_now(session: aiohttp.ClientSession, router: str) -> dict[str
 async def one_round(
     session: aiohttp.ClientSession, url: str, prompts: list[list[int]], *, routed: bool
 ) -> Round:
-    """All prompts, one at a time: then the first token's time, and what an engine loads meanwhile,
-    is nobody else's."""
+    """Send all prompts, one at a time, so that the time of the first token and what an engine loads
+    meanwhile belong to that prompt."""
     done = Round()
     for prompt in prompts:
         try:
@@ -185,7 +185,7 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def _ways(done: Round) -> str:
-    """Return who answered how many, when the router said so."""
+    """Return how many prompts each engine prefilled and decoded, as far as the router said so."""
     answers = [a for a in done.answers if a is not None]
     parts = []
     for word, names in (

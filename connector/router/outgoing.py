@@ -15,11 +15,12 @@ from connector.router.incoming import BodyRefusedError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 COME_BACK_S = 1
 BRIEF_S = 10.0
-"""How long a client may take for an answer at least: all of one about the router itself."""
+"""The shortest time that a client gets for an answer: the whole time for one about the router
+itself."""
 
 
 class ClientGoneError(Exception):
-    """The client hung up, or did not read in time: no engine is to blame."""
+    """Raised when the client hung up, or did not read in time: no engine is to blame."""
 
 
 @asynccontextmanager

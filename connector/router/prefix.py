@@ -12,24 +12,27 @@ from typing import TypeVar
 
 from connector import PromptKeys
 from connector.router.routing import held_at
-from kvstore import DaemonThreads, HolderRuns, Key, Locator, MissReason, Residency, UsageError
+from kvstore import MissReason, UsageError
+from kvstore.spi import DaemonThreads, HolderRuns, Key, Locator, Residency
 
 log = logging.getLogger("kvstore.router")
 
 THREADS = 4
 MODELS_MAX = 256
-"""Models, by the name in requests, whose keys are known; beyond it one is learned anew."""
+"""Models, by the name in requests, whose keys are known; beyond it one must be learned again."""
 INDEX_AWAY = (MissReason.DEADLINE, MissReason.BREAKER_OPEN, MissReason.INDEX_ERROR)
 LOOKUP_TIMEOUT_S = 1.0
-"""One look at the index, the wait for a thread included: the index's own deadline is shorter."""
+"""Time for one look at the index, the wait for a thread included: the index's own deadline is
+shorter."""
 INDEX_AWAY_S = 1.0
-"""An index that tells nothing for so long is away: one late answer is not worth a prefill."""
+"""Time without an answer after which the index counts as away: one late answer is not worth a
+prefill."""
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.05
 TOKENS_AT_ONCE = 1 << 15
-"""Hashed on the event loop, compiled in under a millisecond (docs/decisions/0088); more are hashed
-in a thread."""
+"""Tokens up to which a prompt is hashed on the event loop, compiled in under a millisecond
+(docs/decisions/0088); longer ones are hashed in a thread."""
 POLLS_PER_S_MAX = 2000
-"""Of all requests that wait for blocks, together."""
+"""Polls of all requests that wait for blocks, together."""
 T = TypeVar("T")
 
 
@@ -38,23 +41,23 @@ class Prefix:
     """Holds what is known of one prompt."""
 
     tokens: Sequence[int] | None = None
-    """None: only an engine can tell which."""
+    """The prompt's tokens; None if only an engine can tell them."""
     block_tokens: int | None = None
     blocks: int = 0
-    """Leading blocks in the store."""
+    """Number of leading blocks in the store."""
     held: Mapping[str, int] = field(default_factory=dict)
     """How many of them each node holds, by its name and its host's."""
     index_away: bool = False
-    """The index did not answer: what is prefilled now, no decode engine would find."""
+    """Whether the index did not answer: what is prefilled now, no decode engine would find."""
 
 
 @dataclass(slots=True)
 class _Model:
     keys: PromptKeys
     plain: bool = True
-    """Its keys were those of the tokens the last time that both were known. Not so where a LoRA
-    or a chat template of its own is part of them: what the index says of tokens is another
-    model's then."""
+    """Whether its keys were those of the tokens the last time that both were known. They are not
+    where a LoRA or a chat template of its own is part of them: the index then describes the tokens
+    of another model."""
 
 
 class Prefixes:
@@ -76,11 +79,11 @@ class Prefixes:
         """Take in what a prefill engine answered to a prompt of that model; the key of the
         prompt's last full block. `tokens` are what the prompt was taken for."""
         params = answer.get("kv_transfer_params")
-        told = params.get(PromptKeys.ASKED) if isinstance(params, dict) else None
-        if not isinstance(told, dict):
+        keys_asked = params.get(PromptKeys.ASKED) if isinstance(params, dict) else None
+        if not isinstance(keys_asked, dict):
             return None
         try:
-            keys, last = PromptKeys.from_answer(told)
+            keys, last = PromptKeys.from_answer(keys_asked)
         except UsageError as e:
             log.warning("model %s: %s", name, e)
             return None

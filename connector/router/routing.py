@@ -22,12 +22,13 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from connector.limits import ROUTER_LOAD_GAP_MAX
-from kvstore import HolderRun, UsageError
+from kvstore import UsageError
+from kvstore.spi import HolderRun
 
 DOWN_S = 5.0
-"""How long an engine that failed is passed over, unless it answers a probe sooner."""
+"""Time for which an engine that failed is skipped, unless it answers a probe sooner."""
 MISSED_MAX = 2
-"""Probes in a row that an engine may leave unanswered before it is said to hang."""
+"""Probes in a row that an engine may leave unanswered before it counts as hanging."""
 ENGINES_MAX = 256
 
 
@@ -46,17 +47,17 @@ class Engine:
     url: str
     role: Role
     at: str = ""
-    """The memory node it reads without a network, by the node's name or its host's."""
+    """The memory node that it reads without a network, by the node's name or its host's."""
     in_flight: int = 0
     requests: int = 0
     failures: int = 0
     down_until: float = 0.0
     unsaved_until: float = 0.0
-    """Its blocks did not come into the store: until then others prefill."""
+    """Time until which others prefill, because its blocks did not reach the store."""
     missed: int = 0
     """Probes in a row that it has not answered."""
     turn: int = 0
-    """Number of the last request it was given: equals take turns."""
+    """Number of the last request that it was given, so that equal engines take turns."""
 
     @classmethod
     def parse(cls, role: Role, text: str) -> Engine:
@@ -80,7 +81,8 @@ class Engine:
         self.down_until = now + DOWN_S
 
     def answered(self) -> None:
-        """A probe was answered: the engine lives. Whether it can save is another question."""
+        """Note that a probe was answered: the engine lives. Whether it can save is another
+        question."""
         self.down_until = 0.0
         self.missed = 0
 
@@ -142,11 +144,11 @@ class EngineFleet:
             candidates = candidates or able
         if not candidates:
             return None
-        least = min(e.in_flight for e in candidates)
+        least_loaded = min(e.in_flight for e in candidates)
         return min(
             candidates,
             key=lambda e: (
-                -held.get(e.at, 0) if e.in_flight - least <= ROUTER_LOAD_GAP_MAX else 0,
+                -held.get(e.at, 0) if e.in_flight - least_loaded <= ROUTER_LOAD_GAP_MAX else 0,
                 e.in_flight,
                 e.turn,
             ),

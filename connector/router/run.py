@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import signal
@@ -14,15 +13,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from connector.limits import ROUTER_STOP_S
 from connector.router.clients import Acceptor
 from connector.router.discovery import SCHEME, Name
+from connector.router.options import parse
 from connector.router.prefix import Prefixes
 from connector.router.routing import Engine, EngineFleet, Role
 from connector.router.server import Router, RouterSettings
-from kvstore import KVStoreError, Locator, Residency, raise_open_files_limit
+from kvstore import KVStoreError
+from kvstore.spi import Locator, Residency, raise_open_files_limit, start_log
 
-EPILOG = """An engine is http://HOST:PORT, or http://HOST:PORT@NODE, where NODE is the memory node
-that it reads without a network: its name, or its host's as `kvstore stat` shows it. Requests go
-to the engine beside the longest prefix. dns+http://NAME:PORT is one engine at each address of
-NAME, looked up again and again. --prefill and --decode may be given several times."""
+TIMES = ("timeout_s", "save_wait_s")
 
 
 def is_no_bad_http(record: logging.LogRecord) -> bool:
@@ -34,42 +32,13 @@ def is_no_bad_http(record: logging.LogRecord) -> bool:
 
 
 def main() -> int:
-    defaults = RouterSettings()
-    parser = argparse.ArgumentParser(
-        prog="kvstore-router",
-        description="Send requests to prefill and decode engines that share a store.",
-        epilog=EPILOG,
-    )
-    parser.add_argument("--prefill", action="append", default=[], metavar="ENGINE")
-    parser.add_argument("--decode", action="append", default=[], metavar="ENGINE", required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--url", help="the index's Redis (default: KVSTORE_URL, else the embedded)")
-    parser.add_argument("--key-prefix", default="kv:default")
-    parser.add_argument(
-        "--events",
-        action="append",
-        default=[],
-        metavar="ENDPOINT",
-        help="of every node, as `kvstore node --events` has it: finds prefixes without the index",
-    )
-    parser.add_argument("--timeout-s", type=float, default=defaults.timeout_s)
-    parser.add_argument("--save-wait-s", type=float, default=defaults.save_wait_s)
-    parser.add_argument(
-        "--no-tokenize", action="store_true", help="do not ask engines for the tokens of texts"
-    )
-    options = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    options = parse()
+    start_log(logging.INFO, as_json=options.log_json)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.server").addFilter(is_no_bad_http)
     try:
-        settings = RouterSettings(
-            timeout_s=options.timeout_s,
-            save_wait_s=options.save_wait_s,
-            tokenize=not options.no_tokenize,
-        )
+        times = {name: vars(options)[name] for name in TIMES if name in options}
+        settings = RouterSettings(**times, tokenize=not options.no_tokenize)
         given = [(Role.PREFILL, text) for text in options.prefill]
         given += [(Role.DECODE, text) for text in options.decode]
         names = [Name.parse(*one) for one in given if one[1].startswith(SCHEME)]

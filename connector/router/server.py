@@ -28,6 +28,7 @@ from connector.limits import (
     ROUTER_HEADERS_BYTES_MAX,
     ROUTER_TOKENIZE_TIMEOUT_S,
 )
+from connector.messages import named
 from connector.router.blocks import BlocksAsked, UnknownModelError, where_blocks
 from connector.router.bodies import (
     CHAT,
@@ -55,20 +56,21 @@ from connector.router.upstream import (
     TooLateError,
     Upstream,
 )
-from kvstore import NumberRange, UsageError, check_settings
+from kvstore import UsageError
+from kvstore.spi import NumberRange, check_settings
 
 log = logging.getLogger("kvstore.router")
 
 ATTEMPTS_MAX = 3
 """Engines that one step of a request is tried on."""
 PREFILL_SHARE = 0.5
-"""Of a request's time, for all attempts to have it prefilled: decoding needs some, too."""
+"""Share of a request's time for all attempts to have it prefilled: decoding needs some, too."""
 PROBE_EVERY_S, PROBE_TIMEOUT_S = 2.0, 2.0
 REQUEST_ID = "X-Request-Id"
 PASSED_HEADERS = ("Authorization", REQUEST_ID, "traceparent", "tracestate")
 PASSED_BACK = ("Content-Type", "Content-Encoding", "Retry-After")
 BRIEF = ("/health", "/engines", "/metrics")
-"""What is answered however much is in flight."""
+"""Paths that are answered however much is in flight."""
 OCTETS = "application/octet-stream"
 
 
@@ -77,11 +79,11 @@ class RouterSettings:
     """Holds what an operator may set of the router. Raises `UsageError` naming field and value."""
 
     timeout_s: Annotated[float, NumberRange(above=0)] = 600.0
-    """One request, all its attempts together."""
+    """Time for one request, all its attempts together."""
     save_wait_s: Annotated[float, NumberRange(0)] = 2.0
-    """How long to wait for a prefill engine's blocks to be in the store."""
+    """Time to wait for a prefill engine's blocks to be in the store."""
     tokenize: bool = True
-    """Ask an engine for the tokens of prompts that come as text: without them the store
+    """Whether to ask an engine for the tokens of prompts that come as text: without them the store
     cannot be asked for their prefix."""
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class _Job:
 
     path: str
     body: dict[str, object] | None
-    """None: a GET."""
+    """The body; None for a GET."""
     headers: dict[str, str]
     deadline: float
     prefix: Prefix = field(default_factory=Prefix)
@@ -104,6 +106,11 @@ class _Job:
     @property
     def model(self) -> str:
         return str((self.body or {}).get("model", ""))
+
+    @property
+    def name(self) -> str:
+        """What log lines call it: the id that the engine is given, and its trace's."""
+        return named(self.headers[REQUEST_ID], self.headers)
 
     def left_s(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -239,7 +246,8 @@ class Router:
         try:
             answer = await self._up.ask(engine, "/tokenize", question, job.headers, deadline)
         except EngineFailedError as e:
-            log.warning("the prompt's tokens are not known, its prefix is not looked up: %s", e)
+            text = "request %s: the prompt's tokens are not known, its prefix is not looked up: %s"
+            log.warning(text, job.name, e)
             return None
         return token_list((answer or {}).get("tokens"))
 
@@ -263,10 +271,10 @@ class Router:
             except NoDescriptorsError:
                 return
             except TooLateError as e:
-                log.warning("prefill: %s", e)
+                log.warning("request %s: prefill: %s", job.name, e)
                 return
             except EngineFailedError as e:
-                log.warning("prefill: %s", e)
+                log.warning("request %s: prefill: %s", job.name, e)
                 if isinstance(e, NoAnswerError):
                     engine.failed(time.monotonic())
                 continue
@@ -302,7 +310,7 @@ class Router:
                         reason = f"{engine.url} answered {answer.status}"
                         others = {e for e in self._fleet.engines if e.role is Role.DECODE}
                         if len(tried) < ATTEMPTS_MAX and others - set(tried):
-                            log.warning("decode: %s", reason)
+                            log.warning("request %s: decode: %s", job.name, reason)
                             continue  # else the client is told as the engine says it
                     head = _head(job, engine, answer)
                     if not (job.body or {}).get("stream"):
@@ -324,7 +332,7 @@ class Router:
                 reason = str(e)
                 if isinstance(e, NoDescriptorsError) and out is None:
                     return come_back("no file descriptor is left")
-                log.warning("decode: %s", e)
+                log.warning("request %s: decode: %s", job.name, e)
                 if isinstance(e, NoAnswerError):
                     engine.failed(time.monotonic())
                 if out is not None:
@@ -342,7 +350,7 @@ class Router:
         return await self._decode(request, self._job(request))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Return whether anybody can answer: one decode engine is enough."""
+        """Answer whether requests can be served: one decode engine is enough."""
         now = time.monotonic()
         up = any(e.up(now) for e in self._fleet.engines if e.role is Role.DECODE)
         return web.Response(status=200 if up else 503)
@@ -373,7 +381,7 @@ class Router:
 
 
 def _head(job: _Job, engine: Engine | None = None, answer: Answer | None = None) -> dict[str, str]:
-    """Headers of an answer: what it is, and which way it came."""
+    """Return the headers of an answer: what it is, and which way it came."""
     head = {
         "X-KVStore-Found-Tokens": str(job.found_tokens),
         "X-KVStore-Prefill": job.prefilled_at,

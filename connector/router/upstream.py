@@ -19,14 +19,15 @@ from connector.limits import (
 from connector.router.clients import NO_DESCRIPTORS, say_no_descriptors
 from connector.router.incoming import most_in_flight
 from connector.router.routing import Engine
-from kvstore import DaemonThreads
+from kvstore.spi import DaemonThreads
 
 CONNECT_TIMEOUT_S = 2.0
 SILENT_S = 20.0
-"""After so long without a word an engine's probes are believed: a long prompt, a queue or an
-answer that is not streamed may take minutes, an engine that hangs takes for ever."""
+"""Time of silence after which an engine's probes decide. A long prompt, a queue or an answer that
+is not streamed may take minutes; an engine that hangs takes forever."""
 KEEPALIVE_S = 4.0
-"""Less than vLLM's 5 s: a request on a connection that its engine closes at that moment is lost."""
+"""Less than vLLM's 5 s, because a request is lost on a connection that its engine closes at that
+moment."""
 CLIENT_ERROR, SERVER_ERROR = 400, 500
 PARSERS = 4
 """Threads that parse long answers."""
@@ -34,24 +35,24 @@ T = TypeVar("T")
 
 
 class EngineFailedError(Exception):
-    """An engine did not do its part: ask another one."""
+    """Raised when an engine did not do its part; another one may be asked."""
 
 
 class NoAnswerError(EngineFailedError):
-    """An engine cannot be reached, broke off or hangs. That is the one failure that says something
-    of the engine and not only of the request."""
+    """Raised when an engine cannot be reached, broke off or hangs. It is the one failure that
+    concerns the engine and not only the request."""
 
 
 class NoDescriptorsError(EngineFailedError):
-    """This process has no file descriptor left. That is no engine's fault."""
+    """Raised when this process has no file descriptor left. That is no engine's fault."""
 
 
 class TooLateError(EngineFailedError):
-    """The time for an answer is over. That is not the engine's fault."""
+    """Raised when the time for an answer is over. That is not the engine's fault."""
 
 
 class Answer:
-    """Holds an engine's answer, of which the head is there."""
+    """Holds an engine's answer, whose head has arrived."""
 
     def __init__(self, engine: Engine, response: aiohttp.ClientResponse, deadline: float) -> None:
         self._engine = engine
@@ -140,12 +141,10 @@ class Upstream:
         headers: Mapping[str, str],
         deadline: float,
     ) -> AsyncIterator[Answer]:
-        """The engine's answer, once its head is there, whatever its status. A POST, without a body
-        a GET.
-
-        Raises `NoAnswerError` when it cannot be reached, breaks off or hangs, `EngineFailedError`
-        when its answer cannot be read, and `TooLateError` at `deadline` (of `time.monotonic`).
-        """
+        """Send a request and give the engine's answer, once its head is there, whatever its status.
+        It is a POST, without a body a GET. Raises `NoAnswerError` when the engine cannot be
+        reached, breaks off or hangs, `EngineFailedError` when its answer cannot be read, and
+        `TooLateError` at `deadline` (of `time.monotonic`)."""
         engine.in_flight += 1
         request = self._session.request(
             "GET" if body is None else "POST",
@@ -197,10 +196,10 @@ class Upstream:
 
 def _failure(engine: Engine, error: BaseException) -> EngineFailedError:
     """Return what an error of aiohttp's says of the engine."""
-    told = f"{engine.url}: {type(error).__name__} {error}".rstrip()
+    text = f"{engine.url}: {type(error).__name__} {error}".rstrip()
     if getattr(error, "errno", None) in NO_DESCRIPTORS:
         say_no_descriptors(error)
-        return NoDescriptorsError(told)
+        return NoDescriptorsError(text)
     if isinstance(error, aiohttp.ClientResponseError):  # an answer, though not of HTTP
-        return EngineFailedError(told)
-    return NoAnswerError(told)
+        return EngineFailedError(text)
+    return NoAnswerError(text)

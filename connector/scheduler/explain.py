@@ -21,6 +21,7 @@ from connector.limits import (
     EXPLAIN_EVENTS_MAX,
     EXPLAIN_LINES_MAX,
     EXPLAIN_LINES_PERIOD_S,
+    EXPLAIN_NAMED_MAX,
     EXPLAIN_QUESTIONS_MAX,
     EXPLAIN_QUESTIONS_PERIOD_S,
     EXPLAIN_QUEUE_MAX,
@@ -29,11 +30,13 @@ from connector.limits import (
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
-from connector.messages import EngineRequest
+from connector.messages import EngineRequest, trace_id
 from connector.metrics import Counts
 from connector.rate import Rate
+from connector.scheduler.node_report import NodeReport
 from connector.work_thread import WorkThread
-from kvstore import Explanation, Key, Missing, MissQuery, MissReason, Namespace
+from kvstore import Explanation, MissReason, Namespace
+from kvstore.spi import Key, Missing, MissQuery
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -55,6 +58,7 @@ _WORDS = {
     MissReason.TOO_SHORT: "the prompt does not fill one block",
     MissReason.LOAD_FAILED: "it was found, and could not be loaded",
     MissReason.SKIPPED: "the request's own kv_transfer_params say so",
+    MissReason.SLOWER: "it was found, and computing it is quicker than loading it",
     MissReason.NOT_TAKEN: "it was offered, and not taken: no room, or another connector won",
 }
 
@@ -70,19 +74,20 @@ class _Trace:
     request_id: str
     possible_tokens: int
     salted: bool
+    trace_id: str = ""
     events: deque[tuple[str, tuple[object, ...]]] = field(
         default_factory=lambda: deque(maxlen=EXPLAIN_EVENTS_MAX)
     )
-    """Words with gaps, and what belongs into them: put together when somebody asks."""
+    """Texts with placeholders, and their values; they are put together when somebody asks."""
     local_tokens: int | None = None
-    """In the engine's own cache when the request was first answered."""
+    """Tokens in the engine's own cache when the request was first answered."""
     offered_tokens: int = 0
     loading: tuple[int, int] | None = None
-    """(first token, tokens) of a load under way."""
+    """(first token, tokens) of a load in flight."""
     hit_tokens: int = 0
     lookup: Lookup | None = None
-    limited: bool = False
-    """More was there than the request wanted."""
+    limited: MissReason | None = None
+    """Why less was offered than was found, if that is so."""
     refused: MissReason | None = None
     """Why nothing was offered; None once something was answered."""
     failed: Missing | None = None
@@ -111,22 +116,23 @@ class RequestHistory:
         self._layout = layout
         self._clock = clock
         self._lock = threading.Lock()
-        """Held for microseconds: whatever is asked or written is so outside it."""
+        """Held for microseconds: questions and log lines are outside it."""
         self._traces: OrderedDict[str, _Trace] = OrderedDict()
-        self._told: OrderedDict[str, Explanation] = OrderedDict()
-        """Of requests that have ended."""
+        self._explanations: OrderedDict[str, Explanation] = OrderedDict()
+        """Explanations of requests that have ended."""
         self._questions = Rate(EXPLAIN_QUESTIONS_MAX, EXPLAIN_QUESTIONS_PERIOD_S)
         self._lines = Rate(EXPLAIN_LINES_MAX, EXPLAIN_LINES_PERIOD_S)
         self._lines_left_out = 0
         self.say: Callable[[str], None] = log.info
-        """Where the line of a request goes."""
+        """Writes the line of a request."""
         self.reasons: dict[str, int] = {}
         """Requests that got less than was possible, by reason."""
         self.totals = dict.fromkeys(
             ("requests", "possible_tokens", "hit_tokens", "local_tokens", "not_asked"), 0
         )
+        self._report = NodeReport(store, self._counts)
         self._ending: dict[str, _Trace] = {}
-        """Of requests that have ended, until our own thread has told them."""
+        """Traces of requests that have ended, until our own thread has logged them."""
         self._thread: WorkThread[Callable[[], None]] = WorkThread(
             "kvstore-explain", lambda work: work(), EXPLAIN_QUEUE_MAX
         )
@@ -152,10 +158,10 @@ class RequestHistory:
         local_tokens: int,
         tokens: int,
         *,
-        limited: bool = False,
+        limited: MissReason | None = None,
     ) -> None:
         """Note that a lookup led to an offer of `tokens`; `run` blocks were found and not barred.
-        `limited`: the request itself wanted no more."""
+        `limited`: why no more of them were offered."""
         trace = self._trace(request)
         trace.lookup, trace.refused, trace.limited = lookup, None, limited
         trace.offered_tokens = tokens
@@ -204,7 +210,7 @@ class RequestHistory:
             trace.note("%s", words)
 
     def finished(self, request_id: str) -> None:
-        """The request is over: count it, and have its line written."""
+        """Count a request that is over, and have its line written."""
         trace = self._traces.pop(request_id, None)
         if trace is None:
             return
@@ -217,10 +223,53 @@ class RequestHistory:
     def explain(self, request_id: str) -> Explanation | None:
         """Return what became of a request so far; None when it is not known (any more)."""
         trace = self._traces.get(request_id) or self._ending.get(request_id)
-        return self._told.get(request_id) if trace is None else self._explanation(trace)
+        return self._explanations.get(request_id) if trace is None else self._explanation(trace)
+
+    def explain_named(self, api_id: str) -> list[Explanation]:
+        """Return what became of the requests that a client knows as `api_id`, the last
+        `EXPLAIN_NAMED_MAX`: engines put a prefix before it and numbers behind it."""
+        with self._lock:
+            ended = list(self._explanations)
+        # Copied at once: the scheduling thread goes on meanwhile.
+        known = dict.fromkeys([*ended, *self._ending.copy(), *self._traces.copy()])
+        named = [name for name in known if f"-{api_id}-" in f"-{name}-"]
+        found = [self.explain(name) for name in named[-EXPLAIN_NAMED_MAX:]]
+        return [one for one in found if one is not None]
+
+    def explain_refused(
+        self, request: EngineRequest, local_tokens: int, why: MissReason | str
+    ) -> Explanation:
+        """Explain a request that would not be looked up, and that nobody has made."""
+        trace = self._new_trace(request)
+        trace.local_tokens = min(local_tokens, trace.possible_tokens)
+        block = trace.local_tokens // self._layout.block_tokens
+        if isinstance(why, MissReason):
+            trace.failed = _missing(block, why)
+        else:
+            trace.failed = Missing(block=block, reason=MissReason.SKIPPED, detail=why)
+        return self._explanation(trace)
+
+    def explain_lookup(
+        self,
+        request: EngineRequest,
+        lookup: Lookup,
+        local_tokens: int,
+        tokens: int,
+        limited: MissReason | None,
+    ) -> Explanation:
+        """Explain a request that would load `tokens`, and that nobody has made; waits for nodes."""
+        trace = self._new_trace(request)
+        trace.lookup, trace.hit_tokens, trace.limited = lookup, tokens, limited
+        trace.local_tokens = min(local_tokens, trace.possible_tokens)
+        if lookup.short in _ASKED:
+            self._ask_absent(lookup, by_a_person=True)
+        found = self._explanation(trace)
+        # What is found and not loaded is computed in any case: the last token's block.
+        whole = found.reason is MissReason.NOT_TAKEN
+        return replace(found, first_missing=None) if whole else found
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Totals over the requests that have ended, and how many missed for which reason."""
+        """Return totals over the requests that have ended, and how many missed for which reason."""
         return {"requests": dict(self.totals), "missed": dict(self.reasons)}
 
     def close(self) -> None:
@@ -238,9 +287,10 @@ class RequestHistory:
 
     # On our own thread
 
-    def _ask_absent(self, lookup: Lookup) -> None:
+    def _ask_absent(self, lookup: Lookup, *, by_a_person: bool = False) -> None:
         group, shard = lookup.first_missing()
-        lookup.why = self._ask(lookup, lookup.run, lookup.keys[group][shard][lookup.run])
+        key = lookup.keys[group][shard][lookup.run]
+        lookup.why = self._ask(lookup, lookup.run, key, by_a_person=by_a_person)
 
     def _ask_failed(
         self, trace: _Trace, lookup: Lookup | None, block: int, keys: tuple[Key, ...]
@@ -254,12 +304,14 @@ class RequestHistory:
                 trace.failed = replace(why, reason=MissReason.LOAD_FAILED, detail=detail)
                 return
 
-    def _ask(self, lookup: Lookup, block: int, key: Key) -> Missing | None:
+    def _ask(
+        self, lookup: Lookup, block: int, key: Key, *, by_a_person: bool = False
+    ) -> Missing | None:
         namespace = self._namespace_of(lookup, block, key)
         if namespace is None:
             return None
         store = self._store.get()
-        if store is None or not self._questions.allows(self._clock()):
+        if store is None or not (by_a_person or self._questions.allows(self._clock())):
             with self._lock:
                 self.totals["not_asked"] += 1
             return None
@@ -289,6 +341,8 @@ class RequestHistory:
         explanation = self._explanation(trace)
         self._remember(explanation)
         self._count(explanation)
+        if not quietly:
+            self._report.send()
         self._ending.pop(trace.request_id, None)
         if quietly or explanation.first_missing is None or explanation.possible_tokens == 0:
             return
@@ -303,9 +357,9 @@ class RequestHistory:
     def _remember(self, explanation: Explanation) -> None:
         """Keep how a request ended, without what its lookup holds."""
         with self._lock:
-            self._told[explanation.request_id] = explanation
-            while len(self._told) > EXPLAIN_REQUESTS_MAX:
-                self._told.popitem(last=False)
+            self._explanations[explanation.request_id] = explanation
+            while len(self._explanations) > EXPLAIN_REQUESTS_MAX:
+                self._explanations.popitem(last=False)
 
     def _count(self, explanation: Explanation) -> None:
         missing, counts = explanation.first_missing, self._counts
@@ -315,6 +369,7 @@ class RequestHistory:
         counts.add(metrics.LOCAL_TOKENS, explanation.local_tokens)
         if missing is not None:
             counts.add(metrics.MISSED_REQUESTS, 1, missing.reason.value)
+        self._report.add(explanation)
         with self._lock:
             self.totals["requests"] += 1
             self.totals["possible_tokens"] += explanation.possible_tokens
@@ -333,6 +388,7 @@ class RequestHistory:
             local_tokens=local_tokens,
             first_missing=self._first_missing(trace),
             request_id=trace.request_id,
+            trace_id=trace.trace_id,
             events=tuple(words % values for words, values in tuple(trace.events)),
         )
 
@@ -350,7 +406,7 @@ class RequestHistory:
         if lookup is None:
             return None
         if got_tokens < lookup.run * self._layout.block_tokens:
-            reason = MissReason.SKIPPED if trace.limited else MissReason.NOT_TAKEN
+            reason = trace.limited or MissReason.NOT_TAKEN
             return _missing(block, reason) if trace.loading is None else None
         if lookup.short is None:
             return None
@@ -364,18 +420,21 @@ class RequestHistory:
     def _trace(self, request: EngineRequest) -> _Trace:
         trace = self._traces.get(request.request_id)
         if trace is None:
-            layout = self._layout
-            blocks = min(
-                len(request.block_hashes) // layout.hashes_per_key,
-                request.num_prompt_tokens // layout.block_tokens,
-                MATCH_BLOCKS_MAX,
-            )
-            salted = bool(getattr(request, "cache_salt", None))
-            trace = _Trace(request.request_id, blocks * layout.block_tokens, salted)
-            self._traces[request.request_id] = trace
+            trace = self._traces[request.request_id] = self._new_trace(request)
             while len(self._traces) > EXPLAIN_REQUESTS_MAX:
                 self._traces.popitem(last=False)
         return trace
+
+    def _new_trace(self, request: EngineRequest) -> _Trace:
+        layout = self._layout
+        blocks = min(
+            len(request.block_hashes) // layout.hashes_per_key,
+            request.num_prompt_tokens // layout.block_tokens,
+            MATCH_BLOCKS_MAX,
+        )
+        salted = bool(getattr(request, "cache_salt", None))
+        tokens = blocks * layout.block_tokens
+        return _Trace(request.request_id, tokens, salted, trace_id(request))
 
     def _post(self, work: Callable[[], None]) -> bool:
         if self._thread.put(work):

@@ -1,4 +1,4 @@
-"""Decides what a prompt's last, part block is good for: arithmetic over a request and its lookup.
+"""Decides how a prompt's last, partial block is used: arithmetic over a request and its lookup.
 
 An engine that computes a prompt for another one (`do_remote_decode`) saves what is behind the last
 full block too, under a key of its own (save_planner.py). The other one looks for it, so that it
@@ -27,7 +27,7 @@ def part_wanted(
     layout: StoreLayout,
     settings: SchedulerSettings,
 ) -> bytes | None:
-    """Return hash of the part block to look for; None: for none.
+    """Return the hash of the partial block to look up; None: there is none.
 
     Only while no full block reaches beyond the prompt: its place is behind the last one.
     """

@@ -1,4 +1,4 @@
-"""Tells from where the tokens of a load come: pure arithmetic over plain data.
+"""Computes where the tokens of a load come from: pure arithmetic over plain data.
 
 A token counts once, for the farthest place of what is loaded for it: all groups and shards have
 to come before it can be used. Of a group with a window, chunks or states only what the end of the
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore import BlockRef, Tier
+from kvstore.spi import BlockRef, Tier
 
 if TYPE_CHECKING:
     from connector.layout.block_plan import Placement
@@ -32,7 +32,7 @@ def hit_sources(
         group.needed_from(end_token) if group.forgetful else 0 for group in layout.groups
     ]
     spans: list[tuple[int, int]] = []
-    """Tokens, and how many blocks are loaded for them."""
+    """(tokens, blocks that are loaded for them)"""
     found: list[BlockRef] = []
     for index in range(start_token // size, -(-end_token // size)):
         begin, end = max(start_token, index * size), min(end_token, (index + 1) * size)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from connector.copiers.base import Holding, nothing_held
 from connector.limits import STORE_RETRY_S, Clock
-from kvstore import BlockStore, KVStoreError, Namespace, PoolMapping, UsageError
+from kvstore import KVStoreError, Namespace, UsageError
+from kvstore.spi import BlockStore, PoolMapping
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
@@ -36,8 +37,8 @@ class LazyStore:
         self._store: BlockStore | None = None
         self._not_before = float("-inf")
         self._closed = False
-        self._told = False
-        self._told_bug = False
+        self._logged = False
+        self._logged_bug = False
 
     def get(self) -> BlockStore | None:
         """Return the store, None while it cannot be opened or after `close`."""
@@ -71,7 +72,7 @@ class LazyStore:
 
     @property
     def opened(self) -> BlockStore | None:
-        """The store when it is open already; never waits."""
+        """Return the store when it is open already; never waits."""
         return self._store
 
     def _open(self) -> BlockStore | None:
@@ -82,21 +83,21 @@ class LazyStore:
             self._not_before = float("inf")
             return None
         except (KVStoreError, OSError) as e:
-            if not self._told:
+            if not self._logged:
                 log.warning(
                     "the store cannot be opened, trying again every %g s: %s", STORE_RETRY_S, e
                 )
-            self._told = True
+            self._logged = True
             self._not_before = self._clock() + STORE_RETRY_S
             return None
         except Exception:  # a bug, of ours or of a package: not one more at every load
-            if not self._told_bug:
+            if not self._logged_bug:
                 log.exception(
                     "opening the store failed in a way that nobody expected, trying again every "
                     "%g s",
                     STORE_RETRY_S,
                 )
-            self._told_bug = True
+            self._logged_bug = True
             self._not_before = self._clock() + STORE_RETRY_S
             return None
         log.info("store opened")

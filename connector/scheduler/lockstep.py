@@ -34,6 +34,7 @@ from uuid import uuid4
 from connector.messages import (
     BlockEvent,
     BlockPins,
+    BlockRead,
     BlockTables,
     EngineRequest,
     LoadBlock,
@@ -45,7 +46,8 @@ from connector.messages import (
     WorkerReport,
 )
 from connector.scheduler.saving.ledger import NoPins, SaveLedger
-from kvstore import BlockRef, Explanation, InternalError, Tier, UsageError
+from kvstore import Explanation, InternalError, UsageError
+from kvstore.spi import BlockRef, Tier
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -60,36 +62,38 @@ class LockstepScheduler:
     def __init__(
         self, exchange: Exchange, layout: StoreLayout, lead: Callable[[], SchedulerCore]
     ) -> None:
-        """`lead` makes the scheduler side that decides; called in the leader only.
+        """Agree with the other processes. `lead` makes the scheduler side that decides; it is
+        called in the leader only.
 
         Raises `UsageError` in all processes when they would not share their blocks.
         """
         self._exchange = exchange
         self._block_tokens = layout.block_tokens
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
-        """A follower's; the leader's is in its core."""
+        """The ledger of a follower; the leader's is in its core."""
         self._workers = 0
         self._allocated: list[tuple[str, int, int]] = []
-        """Since the last step: request, tokens to load, digest of its blocks."""
+        """Allocations since the last step: request, tokens to load, digest of its blocks."""
         self._compared: dict[str, tuple[int, int]] = {}
-        """Of each request that is scheduled: hashes, and store blocks of its table."""
+        """Hashes, and store blocks of its table, of each request that is scheduled."""
         self._loading: dict[int, str] = {}
-        """Own name of the request by load job, until the load has ended in all processes."""
+        """Load job -> this process's name of the request, until the load has ended in all
+        processes."""
         self._loads_left: dict[int, int] = {}
         self._loads_failed: set[int] = set()
         self._own = WorkerReport()
-        """Not yet told to the others."""
+        """Reports that the others have not had yet."""
         self._agreed = WorkerReport()
-        """Told by all of them, not yet to the engine."""
+        """Reports that all processes have given, and the engine has not had yet."""
         names = [namespace.fingerprint for namespace in layout.all_namespaces()]
-        told = self._agree("namespaces", names, uuid4().hex)
-        self.engine_id: str = told[0]
-        """The same in all processes, and in those of no other engine."""
+        agreed_ids = self._agree("namespaces", names, uuid4().hex)
+        self.engine_id: str = agreed_ids[0]
+        """An id that is the same in all processes of this engine, and in no other engine."""
         self._core = lead() if exchange.leads else None
 
-    def _agree(self, what: str, asked: Any, said: Any = None) -> list[Any]:
+    def _agree(self, what: str, asked: Any, message: Any = None) -> list[Any]:
         """Return what each process says, once all have been asked the same."""
-        answers = self._exchange([what, asked, said])
+        answers = self._exchange([what, asked, message])
         first = answers[0]
         for place, answer in enumerate(answers):
             if answer[:2] != first[:2]:
@@ -192,9 +196,10 @@ class LockstepScheduler:
         jobs = {name: job_id for job_id, name in self._loading.items()}
         return [jobs[name] for name in requests if name in jobs]
 
-    def _follow(self, plan: StepPlan, own: dict[str, str], said: list[Any]) -> None:
-        """The leader's plan with this process's names of requests, which vLLM draws at random."""
-        _, loads, saves, dropped = said
+    def _follow(self, plan: StepPlan, own: dict[str, str], message: list[Any]) -> None:
+        """Fill `plan` from the leader's message, with this process's names of requests, which vLLM
+        draws at random."""
+        _, loads, saves, dropped = message
         plan.loads = [_load_job(load, own) for load in loads]
         plan.dropped_loads = [self._loading[job_id] for job_id in dropped]
         for save in saves:
@@ -210,7 +215,7 @@ class LockstepScheduler:
         self._own.merge(report)
 
     def settle(self) -> None:
-        """Between steps: tell the others what was reported, and hear theirs. In all processes."""
+        """Tell the others what was reported and hear theirs, between steps and in all processes."""
         self._settle(self._agree("reports", None, self._take_own()))
 
     def _take_own(self) -> list[Any]:
@@ -223,13 +228,14 @@ class LockstepScheduler:
             own.ended_saves,
             {job_id: list(stored) for job_id, stored in own.stored_blocks.items()},
             {rank: list(there) for rank, there in own.vram.items()},
+            own.reads,
         ]
 
     def _settle(self, reports: Iterable[list[Any]]) -> None:
         """Merge reports as an executor puts its workers' words together: a load has ended when it
         has on every worker, all else counts at once."""
         merged = WorkerReport()
-        for finished, failed, invalid, failed_blocks, ended_saves, stored, vram in reports:
+        for finished, failed, invalid, failed_blocks, ended_saves, stored, vram, reads in reports:
             self._loads_failed.update(failed)
             for job_id in finished:
                 self._loads_left[job_id] -= 1
@@ -243,6 +249,7 @@ class LockstepScheduler:
                         rank: frozenset((node_id, epoch) for node_id, epoch in there)
                         for rank, there in vram.items()
                     },
+                    reads=[BlockRead(*read) for read in reads],
                 )
             )
         for job_id in [job_id for job_id, left in self._loads_left.items() if left == 0]:
@@ -272,7 +279,7 @@ class LockstepScheduler:
         return ended.intersection(*self._agree("ended loads", None, sorted(ended)))
 
     def handed_over(self, request_id: str) -> int:
-        """The leader knows; the others say 0."""
+        """Return what the leader's core says; 0 in the other processes."""
         return self._core.handed_over(request_id) if self._core is not None else 0
 
     def finished(self, request_id: str) -> None:
@@ -315,7 +322,7 @@ class LockstepScheduler:
             self._core.weights_changed()
 
     def reset(self) -> bool:
-        """True, as in the leader, which answers for all."""
+        """Return True, as in the leader, which answers for all."""
         return self._core.reset() if self._core is not None else True
 
     def close(self) -> None:
@@ -344,8 +351,8 @@ def _digest(tables: BlockTables) -> int:
     return hash(tuple(tuple(table) for table in tables))
 
 
-def _load_job(said: list[Any], own: dict[str, str]) -> LoadJob:
-    job_id, request_id, blocks = said
+def _load_job(message: list[Any], own: dict[str, str]) -> LoadJob:
+    job_id, request_id, blocks, *times = message
     return LoadJob(
         job_id,
         own[request_id],
@@ -353,11 +360,12 @@ def _load_job(said: list[Any], own: dict[str, str]) -> LoadJob:
             LoadBlock(tuple(BlockRef(*one) for one in found), skip, tuple(block_ids), split, group)
             for found, skip, block_ids, split, group in blocks
         ),
+        *times,
     )
 
 
-def _save_job(said: list[Any], own: dict[str, str]) -> SaveJob:
-    job_id, request_id, blocks, before = said
+def _save_job(message: list[Any], own: dict[str, str]) -> SaveJob:
+    job_id, request_id, blocks, before, trace = message
     return SaveJob(
         job_id,
         own[request_id],
@@ -366,4 +374,5 @@ def _save_job(said: list[Any], own: dict[str, str]) -> SaveJob:
             for keys, block_ids, group, place, tokens in blocks
         ),
         tuple(tuple(tuple(shard) for shard in group) for group in before),
+        trace,
     )

@@ -26,7 +26,7 @@ class Exchange(Protocol):
         """Return whether this is the first of them."""
         ...
 
-    def __call__(self, said: Any) -> list[Any]:
+    def __call__(self, payload: Any) -> list[Any]:
         """Return what each process has said, in their order; tuples come as lists.
 
         Each of them must call it equally often. Raises `PeerError` when one of them is gone and
@@ -39,7 +39,8 @@ class GlooExchange:
     """Implements `Exchange` over some ranks of the default group of `torch.distributed`."""
 
     def __init__(self, size: int, timeout_s: float = LOCKSTEP_TIMEOUT_S) -> None:
-        """Engines of `size` processes have ranks in a row, one engine after the other.
+        """Join the group. Engines of `size` processes have ranks in a row, one engine after the
+        other.
 
         Returns when all processes of this one have called it. Raises `PeerError` as a call does.
         """
@@ -63,8 +64,8 @@ class GlooExchange:
     def leads(self) -> bool:
         return self._me == 0
 
-    def __call__(self, said: Any) -> list[Any]:
-        raw = msgpack.packb(said)
+    def __call__(self, payload: Any) -> list[Any]:
+        raw = msgpack.packb(payload)
         if len(raw) > LOCKSTEP_MESSAGE_BYTES_MAX:
             raise InternalError(
                 f"{len(raw)} bytes in a message, at most {LOCKSTEP_MESSAGE_BYTES_MAX}"
@@ -80,7 +81,8 @@ class GlooExchange:
             ) from e
 
     def _gather(self, raw: bytes) -> list[bytes]:
-        """One round for what fits into `LOCKSTEP_HEAD_BYTES`, one more for each that does not."""
+        """Exchange what fits into `LOCKSTEP_HEAD_BYTES` in one round, and each longer message in
+        one more."""
         import torch
         from torch import distributed
 

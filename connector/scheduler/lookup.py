@@ -45,7 +45,8 @@ from connector.limits import (
     Clock,
 )
 from connector.work_thread import WorkThread
-from kvstore import BlockRef, BlockStore, Key, LookupResult, Missing, MissReason
+from kvstore import MissReason
+from kvstore.spi import BlockRef, BlockStore, Key, LookupResult, Missing
 
 if TYPE_CHECKING:
     from connector.layout.geometry import Split, StoreLayout
@@ -63,30 +64,32 @@ class Lookup:
 
     hashes: Sequence[bytes]
     submitted_at: float
+    name: str = ""
+    """What log lines call its request."""
     wanted_at: float | None = None
-    """Since when its request waits for it and for nothing else."""
+    """Time since which its request waits for this lookup only."""
     given_up: bool = False
-    """Set by who asked, when the request does not wait any longer."""
+    """Set by whoever asked, when the request does not wait any longer."""
     done: threading.Event = field(default_factory=threading.Event)
     answered_at: float = 0.0
     keys: tuple[tuple[list[Key], ...], ...] = ()
     """Keys of every full store block in the engine's own split, per group and shard."""
     placement: tuple[tuple[Placed | None, ...], ...] = ()
-    """What is present, per group and block; empty when nothing is."""
+    """Which blocks are present, per group and block; empty when none is."""
     part: bytes | None = None
-    """Hash of what the prompt has behind its last full block, when that is looked for too."""
+    """Hash of the partial block behind the prompt's last full one, when that is looked up too."""
     part_placement: tuple[Placed | None, ...] = ()
-    """Where that is, per group; empty when it is not looked for."""
+    """Where the partial block is, per group; empty when it is not looked up."""
     run: int = 0
-    """Leading store blocks that every group has what it needs of."""
+    """Leading store blocks of which every group has what it needs."""
     short: MissReason | None = None
     """Why `run` ends before the keys do; None when it does not."""
     why: Missing | None = None
-    """What the store says about the first missing block, when it was asked; set after `done`."""
+    """The store's reason for the first missing block, when it was asked; set after `done`."""
 
     @property
     def placed(self) -> tuple[tuple[Placed | None, ...], ...]:
-        """`placement`, and the part of a block behind it."""
+        """Return `placement` and the partial block behind it."""
         if not self.part_placement:
             return self.placement
         return tuple(
@@ -94,7 +97,7 @@ class Lookup:
         )
 
     def first_missing(self) -> tuple[int, int]:
-        """(group, shard) in the engine's own split of the first key that is not there."""
+        """Return (group, shard) in the engine's own split of the first key that is missing."""
         for group, shards in enumerate(self.keys):
             row = self.placement[group] if group < len(self.placement) else ()
             if self.run >= len(row) or row[self.run] is None:
@@ -105,14 +108,14 @@ class Lookup:
         return 0, 0
 
     found: frozenset[Key] = frozenset()
-    """Keys that were found, of whichever writer."""
+    """Keys that were found, whoever wrote them."""
     here: Lookup | None = None
-    """What this host alone holds for it, when that is something but not all: for a request that
-    cannot wait for the index any longer. An answer of its own, `done` from the start."""
+    """A lookup of what this host alone holds, when that is something but not all. It is for a
+    request that cannot wait for the index any longer, and `done` from the start."""
     retained: bool = False
-    """What it found was asked to be retained; written by who asked."""
+    """Whether a wish to retain what it found was sent; set by whoever asked."""
     looked_here: bool = False
-    """`here` will not be filled in any more."""
+    """Whether `here` is final."""
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ class _Question:
     store: BlockStore
     finder: Finder
     blocks: int
-    """Full ones; with a part of one there is one more."""
+    """Number of full blocks; with a partial one there is one more."""
 
 
 class Lookups:
@@ -155,18 +158,32 @@ class Lookups:
         first = partial(store.warm_up, layout.groups[0].namespaces[0])
         self._asking.start(first if warm_up else None)
 
-    def submit(self, hashes: Sequence[bytes], part: bytes | None = None) -> Lookup | None:
+    def submit(
+        self, hashes: Sequence[bytes], part: bytes | None = None, name: str = ""
+    ) -> Lookup | None:
         """Ask for the leading run of `hashes`, and for the `part` of a block behind them; None when
-        too many are waiting."""
+        too many are waiting. `name` is the request's in log lines."""
         if self._asking.full:
             return None
-        lookup = Lookup(hashes, self._clock(), part=part)
+        lookup = Lookup(hashes, self._clock(), name, part=part)
         store = self._store.opened
         if store is not None and len(hashes) <= self._hashes_at_once:
             # To wake a thread, and to wait for it, takes longer than to look.
             self._look(lookup, store)
             return lookup
         return lookup if self._looking.put(lookup) else None
+
+    def now(self, hashes: Sequence[bytes]) -> Lookup:
+        """Return the answer for `hashes`, looked up on the caller's thread, which is not the
+        engine's: it waits for the index."""
+        lookup = Lookup(hashes, self._clock())
+        with self._answering(lookup):
+            question = self._here(lookup, self._store.get())
+            if question is not None:
+                self._answer(question)
+        lookup.answered_at = self._clock()
+        lookup.done.set()
+        return lookup
 
     def close(self) -> None:
         """Stop the threads; waits at most `SHUTDOWN_TIMEOUT_S` for each."""
@@ -184,7 +201,7 @@ class Lookups:
         store = self._store.opened
         if lookup.looked_here or store is None:
             return lookup.here
-        own = Lookup(lookup.hashes, lookup.submitted_at, part=lookup.part)
+        own = Lookup(lookup.hashes, lookup.submitted_at, lookup.name, part=lookup.part)
         with self._answering(own):
             self._here(own, store)
         return self._so_far(own) if own.run or any(own.part_placement) else None
@@ -219,7 +236,7 @@ class Lookups:
             yield
         except Exception:
             # A lookup may cost its own hit, never the thread that all others need.
-            log.exception("a lookup failed: its request loads nothing")
+            log.exception("a lookup failed: request %s loads nothing", lookup.name)
             lookup.placement = lookup.part_placement = ()
             lookup.run = 0
             lookup.short = MissReason.INDEX_ERROR
@@ -231,7 +248,7 @@ class Lookups:
             self._on_answer(lookup)
 
     def _here(self, lookup: Lookup, store: BlockStore | None) -> _Question | None:
-        """Look for it on this host; what is left to ask the index."""
+        """Look for it on this host. Return what is left to ask the index."""
         layout = self._layout
         per_key = layout.hashes_per_key
         blocks = min(len(lookup.hashes) // per_key, MATCH_BLOCKS_MAX)
@@ -311,7 +328,7 @@ class Finder:
         self._splits = splits
         self._keys_of = keys_of
         self._keys = [[keys_of(group[0])] for group in splits]
-        """Per group, split, shard and block."""
+        """Keys per group, split, shard and block."""
         self._found: dict[Key, BlockRef] = {}
 
     def own_keys(self) -> list[list[list[Key]]]:

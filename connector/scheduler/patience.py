@@ -1,4 +1,4 @@
-"""Says how long a request may wait for its lookup: as long as computing what it may save takes.
+"""Computes how long a request may wait for its lookup: as long as computing what it may save takes.
 
 To wait so long and then compute costs at most twice what knowing the answer would have. Pure:
 time comes in as `now` (seconds that never run backwards). See docs/decisions/0046.
@@ -22,13 +22,13 @@ class ComputeRate:
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=RATE_WINDOWS_MAX)
         self._step_tokens = 0
-        """Of the step that runs since `_step_at`."""
+        """Tokens of the step that runs since `_step_at`."""
         self._step_at = 0.0
         self._tokens = 0
         self._busy_s = 0.0
 
     def step(self, now: float, tokens: int) -> None:
-        """A step of `tokens` begins, and the one before it has ended."""
+        """Note that a step of `tokens` begins, and the one before it has ended."""
         if self._step_tokens:
             self._tokens += self._step_tokens
             self._busy_s += now - self._step_at
@@ -39,14 +39,14 @@ class ComputeRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate; None until a window is over."""
+        """Return the rate; None until a window is over."""
         return max(self._rates, default=None)
 
 
 def patience_s(tokens: int, tokens_per_s: float | None, most_s: float) -> float:
     """Return seconds to wait for a lookup that may save computing `tokens`, at most `most_s`.
 
-    Of an engine whose rate is not known yet everything is at stake.
+    While the engine's rate is not known, the wait is `most_s`.
     """
     if tokens_per_s is None:
         return most_s

@@ -32,18 +32,8 @@ from connector.limits import (
 from connector.metrics import NO_NODE, TOO_BUSY, Counts
 from connector.scheduler.lookup import Finder
 from connector.work_thread import WorkThread
-from kvstore import (
-    BlockRef,
-    BlockStore,
-    Key,
-    KVStoreError,
-    PutResult,
-    PutStatus,
-    Reservation,
-    Tier,
-    copy_bytes,
-    in_batches,
-)
+from kvstore import KVStoreError, PutResult, PutStatus
+from kvstore.spi import BlockRef, BlockStore, Key, Reservation, Tier, copy_bytes, in_batches
 
 if TYPE_CHECKING:
     from connector.layout.geometry import Split, StoreLayout
@@ -74,7 +64,8 @@ class Prefetcher:
         counts: Counts,
         note: Callable[[str, str], None],
     ) -> None:
-        """`note` takes a request's id and what became of its wish, in words."""
+        """Start without a thread. `note` is called with a request's id and what became of its wish,
+        in words."""
         self._store = store
         self._layout = layout
         self._counts = counts
@@ -127,8 +118,8 @@ class Prefetcher:
             why = f" ({e})"
         for result, count in results.items():
             self._counts.add(metrics.PREFETCHED_BLOCKS, count, result)
-        said = ", ".join(f"{count} {result}" for result, count in results.items())
-        self._note(asked.request_id, f"prefetched: {said or 'nothing is on other hosts'}{why}")
+        summary = ", ".join(f"{count} {result}" for result, count in results.items())
+        self._note(asked.request_id, f"prefetched: {summary or 'nothing is on other hosts'}{why}")
 
     def _elsewhere(self, hashes: Sequence[bytes], store: BlockStore) -> list[PrefetchBlock]:
         """Return what a load of the longest prefix there is would read from other hosts."""

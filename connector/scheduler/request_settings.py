@@ -20,19 +20,19 @@ log = logging.getLogger(f"kvstore.{__name__}")
 
 
 ACTION_VERSIONS = ("1", "1.0")
-"""Of the actions "retain", "release" and "prefetch" in a request's `kv_hints`."""
+"""Versions of the actions "retain", "release" and "prefetch" in a request's `kv_hints`."""
 
 
 HANDED_TOKENS = "kvstore_tokens"
-"""In the `kv_transfer_params` with which a prefill engine answers, for the decode engine: of how
-many tokens the KV is in the store or on its way there."""
+"""The field of `kv_transfer_params` by which a prefill engine tells the decode engine for how many
+tokens the KV is in the store or on its way there."""
 
 
 class Wish(NamedTuple):
     """Asks to retain the request's blocks for so long, on the budget of that tenant."""
 
     for_s: int
-    """0: let them go."""
+    """Seconds to retain them; 0 releases them."""
     tenant: str = ""
 
 
@@ -52,19 +52,19 @@ class RequestSettings:
     """Holds what a request says about its own loads and saves. None: no limit of its own."""
 
     max_load_tokens: int | None = None
-    """Of its prompt, from the store."""
+    """Tokens of its prompt to load from the store, at most."""
     max_save_tokens: int | None = None
-    """From its beginning, to the store; whole blocks of them are saved."""
+    """Tokens from its beginning to save to the store, at most; whole blocks of them are saved."""
     retain: Wish | None = None
     prefetch_tokens: int = 0
-    """So many of its prompt's tokens are to be brought to this host from others."""
+    """Tokens of its prompt that are to be brought to this host from others."""
     hands_over: bool = False
-    """Another engine goes on with the prompt (`do_remote_decode`): its last, part block too is to
-    be found."""
+    """Whether another engine continues the prompt (`do_remote_decode`), so that its last, partial
+    block must be found too."""
     handed: bool = False
-    """Another engine has computed the prompt (`do_remote_prefill`)."""
+    """Whether another engine has computed the prompt (`do_remote_prefill`)."""
     handed_tokens: int = 0
-    """So many tokens of it that one has saved or is saving."""
+    """Tokens of it that the other engine has saved or is saving."""
 
     @classmethod
     def of(
@@ -78,8 +78,8 @@ class RequestSettings:
         ours. Of `hints`, the last action "retain" or "release" counts,
         before `retain_s`, and the last "prefetch".
 
-        Never raises: a value of another kind is written to the log, and nothing is loaded, saved
-        or retained, whichever it was about.
+        Never raises: a value of another kind is written to the log, which calls the request
+        `request_id`, and nothing is loaded, saved or retained, whichever it was about.
         """
         if not params and not hints:
             return cls()

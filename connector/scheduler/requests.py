@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connector.layout.block_plan import EVERYWHERE, Checkpoints, attention_run
-from connector.messages import EngineRequest, LoadJob
+from connector.messages import EngineRequest, LoadJob, log_name
+from connector.scheduler.load_costs import Choice
 from connector.scheduler.lookup import Lookup
 from connector.scheduler.request_settings import RequestSettings
-from kvstore import Key
+from kvstore.spi import Key
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -22,7 +23,7 @@ class Offer:
 
     lookup: Lookup
     start_token: int
-    tokens: int
+    choice: Choice
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +34,21 @@ class LoadUnderWay:
     first_block: int
     """Index in the prefix of the job's first store block."""
     offer: Offer
-    """Of which the job takes up the first tokens, or all."""
+    """The offer of which the job takes the first tokens, or all."""
+
+
+@dataclass(slots=True, eq=False)
+class Trail:
+    """Follows the generated blocks of one request (saving/generated.py)."""
+
+    blocks: dict[bytes, Key] = field(default_factory=dict)
+    """Hash and key of those that are stored, in the order of the prefix."""
+    asked: int = 0
+    """How many of them, the first ones, were asked for."""
+    stored_at: float = 0.0
+    """When the last of them was stored."""
+    over: bool = False
+    """Whether it is judged, dropped or not followed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,36 +58,41 @@ class RequestState:
     lookup: Lookup | None = None
     offer: Offer | None = None
     barred: dict[Key, bytes] = field(default_factory=dict)
-    """Records of this request that could not be loaded: never offered to it again."""
+    """Records that could not be loaded for this request; they are never offered to it again."""
     failed_loads: int = 0
     to_be_computed: bool = False
-    """Its last load failed, and nothing is offered before the engine has computed it and preempts
-    it (`SchedulerSettings.loads_again`)."""
+    """Whether its last load failed, so that nothing is offered before the engine has computed it
+    and preempts it (`SchedulerSettings.loads_again`)."""
     present_blocks: int = 0
-    """Leading store blocks that the last lookup found: not saved again."""
+    """Leading store blocks that the last lookup found; they are not saved again."""
     junction_blocks: int = 0
     """Leading store blocks of which the last lookup found all but windows and states."""
     saved_blocks: int = 0
     """Leading store blocks that were planned for saving since the last preemption."""
     settings: RequestSettings | None = None
-    """The request's own; None until they were read."""
+    """The request's own settings; None until they were read."""
+    shortened: bool = False
+    """Whether less was once offered than was found, as computing it is quicker."""
     waiting_blocks: int = 0
     """Full store blocks behind these that found no room in the last step."""
     hands_over_tokens: int = 0
-    """Tokens of a prompt whose last, part block is to be saved too."""
+    """Tokens of a prompt whose last, partial block is to be saved too."""
+    saves_generated: bool | None = None
+    """Whether its generated blocks are saved; None until one could be."""
+    trail: Trail | None = None
     part_planned: bool = False
-    """That block's save has been planned, or it was found that there can be none."""
+    """Whether that block's save was planned, or was found impossible."""
     part_saving: bool = False
-    """The former."""
+    """Whether that block's save was planned."""
     awaits_since: float | None = None
-    """Since when it waits for blocks that another engine is saving."""
+    """Time since which it waits for blocks that another engine is saving."""
     save_barred: bool = False
-    """Computed before a reset, or on what somebody else was still loading: not saved until it
-    is computed anew."""
+    """Whether it was computed before a reset, or on what somebody else was still loading: it is not
+    saved until it is computed again."""
     _keys: tuple[tuple[list[Key], ...], ...] = ()
-    """Of the engine's own split, per group and shard."""
+    """Keys of the engine's own split, per group and shard."""
     _key_hashes: Sequence[bytes] = ()
-    """What they were made from."""
+    """The hashes from which the keys were made."""
 
     def own_settings(self, request: EngineRequest) -> RequestSettings:
         """Return what the request itself says about its KV, read once."""
@@ -80,7 +100,7 @@ class RequestState:
             params = getattr(request, "kv_transfer_params", None)
             hints = getattr(request, "kv_hints", None)
             actions = () if hints is None else hints.actions
-            self.settings = RequestSettings.of(request.request_id, params, actions)
+            self.settings = RequestSettings.of(log_name(request), params, actions)
         return self.settings
 
     def found(self, lookup: Lookup, run: int, request: EngineRequest, layout: StoreLayout) -> None:
@@ -104,7 +124,7 @@ class RequestState:
         return Checkpoints(-(-interval_tokens // block_tokens), frozenset(ends))
 
     def forget_progress(self) -> None:
-        """Let a preempted request start over: its blocks are gone and come back elsewhere."""
+        """Let a preempted request start over: its blocks are lost and are allocated elsewhere."""
         self.lookup = None
         self.offer = None
         self.present_blocks = 0

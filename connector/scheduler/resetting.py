@@ -31,7 +31,8 @@ class Resetter:
         self._changed = threading.Condition(self._lock)
         self._asked = self._done = self._tries = 0
         self._saves: set[int] = set()
-        """Jobs from before the last reset: what they save may come after the nodes dropped it."""
+        """Save jobs from before the last reset: what they save may come after the nodes dropped
+        it."""
         self._thread: threading.Thread | None = None
         self._closing = False
         self._said_at = float("-inf")
@@ -42,8 +43,8 @@ class Resetter:
         return bool(self._saves) or self._done != self._asked
 
     def ask(self, saves: Iterable[int] = (), wait_s: float = RESET_WAIT_S) -> bool:
-        """Reset, and once more when `saves`, jobs in flight, have ended. Waits up to `wait_s`
-        for a first try; whether the reset is complete then."""
+        """Reset, and once more when `saves`, jobs in flight, have ended. Waits up to `wait_s` for
+        a first try. Return whether the reset is complete then."""
         self._saves |= set(saves)
         with self._lock:
             self._asked += 1
@@ -56,7 +57,7 @@ class Resetter:
         return not self.pending
 
     def in_flight(self, jobs: Iterable[int]) -> None:
-        """The save jobs that there are now, from time to time; never waits."""
+        """Take note of the save jobs in flight, from time to time; never waits."""
         if self._saves:
             self._saves.intersection_update(jobs)
             if not self._saves:

@@ -6,6 +6,7 @@ It knows no engine. What it keeps of a request, in `RequestState` and beside it:
                Asked anew when older than `LOOKUP_TTL_S`, after a failed load, after `forget`,
                and while another engine is saving what it hands over (hand_over.py)
     offer      made by `match`; ended by the next `match`, or by `allocated`, which takes it up
+               It is cut where computing is quicker than loading (load_costs.py)
     load       planned (`allocated`) -> under way (`plan_step`) -> ended (`loads_ended`), whole
                or in part (`report`). After `LOAD_ATTEMPTS_MAX` failures nothing is offered, and
                never again the very record that could not be loaded
@@ -19,8 +20,8 @@ anew, or the request's end ends that.
 
 Only the engine's scheduling thread changes any of it, by calling; so no call may wait, but
 `match`, for lookups, at most `LOOKUP_WAIT_PER_STEP_S` in a step, and `reset`. The helper threads
-(lookup.py, explain.py, resetting.py, retaining.py, prefetching.py) have queues of their own and
-hand back what they found.
+(lookup.py, explain.py, resetting.py, prefetching.py, in saving/ retaining.py and generated.py) have
+queues of their own and hand back what they found.
 
 Must never happen:
 
@@ -40,6 +41,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from connector import metrics
@@ -64,21 +66,26 @@ from connector.messages import (
     StateBlock,
     StepPlan,
     WorkerReport,
+    log_name,
+    trace_id,
 )
 from connector.metrics import Counts
 from connector.scheduler.explain import RequestHistory
 from connector.scheduler.hand_over import awaited, part_found, part_wanted
 from connector.scheduler.hit_sources import hit_sources
+from connector.scheduler.load_costs import Choice, Hit, LoadCosts
 from connector.scheduler.lookup import Lookup, Lookups
 from connector.scheduler.patience import ComputeRate, patience_s
 from connector.scheduler.prefetching import Prefetcher
 from connector.scheduler.requests import LoadUnderWay, Offer, RequestState
 from connector.scheduler.resetting import Resetter
 from connector.scheduler.saving.events import EngineEvents
+from connector.scheduler.saving.generated import GeneratedBlocks
 from connector.scheduler.saving.retaining import Retainer
 from connector.scheduler.saving.save_gate import SaveGate
 from connector.scheduler.saving.save_planner import SavePlanner
-from kvstore import Explanation, MissReason, Tier
+from kvstore import Explanation, MissReason
+from kvstore.spi import Tier
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
@@ -118,33 +125,37 @@ class SchedulerCore:
             warm_up=settings.loads,
             on_answer=self._history.looked_up,
         )
-        self._saves = SavePlanner(layout, settings, self._events, self._retainer)
+        self._generated = GeneratedBlocks(store, layout, self._counts, settings.save_decode)
+        self._saves = SavePlanner(
+            layout, settings, self._events, self._retainer, self._generated, clock
+        )
         self._unconfirmed = SaveGate(layout.groups[0].topology.workers)
         self._forget: Callable[[set[int]], None] = lambda _: None
         self._workers = 1
         self._vram: dict[int, frozenset[tuple[int, int]]] = {}
-        """By worker, what it has said."""
+        """Reports of open VRAM by worker."""
         self.vram_open: frozenset[tuple[int, int]] = frozenset()
-        """Nodes, by id and epoch, whose VRAM every worker has open. Any thread may look."""
+        """Nodes, by id and epoch, whose VRAM every worker has open. Any thread may read it."""
         self._requests: dict[str, RequestState] = {}
         self._planned_loads: list[LoadJob] = []
         self._known_tokens: dict[str, int] = {}
-        """Of requests that were matched since the last step: tokens that the engine had, or
-        that are loaded by us."""
+        """Request matched since the last step -> tokens that the engine had, or that we load."""
         self._loads: dict[str, LoadUnderWay] = {}
-        """By request, until the load has ended on every worker."""
+        """Loads by request, until they have ended on every worker."""
         self._computed = False
-        """Since the engine's own cache was last emptied: it may hold something."""
+        """Whether something was computed since the engine's own cache was last emptied."""
         self._mixed = False
-        """It may hold KV of other weights, and what requests compute on it is neither."""
+        """Whether that cache may hold KV of other weights; what requests compute on it belongs to
+        neither."""
         self._dropped_loads: list[str] = []
-        """Requests whose loads under way are to end, told with the next step."""
+        """Requests whose loads in flight are to end; the next step carries them."""
         self._resetter = Resetter(
             store, sorted({namespace.id for namespace in layout.all_namespaces()})
         )
         self._next_load_id = 0
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
         self._rate = ComputeRate()
+        self._costs = LoadCosts(layout, self._rate)
 
     def bind_pins(
         self,
@@ -167,6 +178,7 @@ class SchedulerCore:
     def on_new_request(self, request: EngineRequest, *, loads: bool = True) -> None:
         """Ask early: the answer is usually there when the engine first schedules it. Without
         `loads` nothing is loaded for this one."""
+        self._generated.asked(request, self._clock())
         if getattr(request, "kv_transfer_params", None) or getattr(request, "kv_hints", None):
             state = self._state(request.request_id)
             own = state.own_settings(request)
@@ -238,16 +250,40 @@ class SchedulerCore:
         if most is not None and tokens > most:
             tokens = offered_tokens(wanted, num_computed_tokens, layout)
         # Tokens that came after the lookup are not part of the prompt it saw.
-        last = request.num_tokens
-        if self._settings.layerwise:  # one is computed, in a block that is not being loaded
-            last -= 1 + (last - 1) % self._layout.engine_block_tokens
-        tokens = max(0, min(tokens, last - num_computed_tokens))
-        if tokens:
-            state.offer = Offer(lookup, num_computed_tokens, tokens)
+        tokens = max(0, min(tokens, self._load_end(request) - num_computed_tokens))
+        choice = self._worth_loading(state, request, lookup, num_computed_tokens, tokens)
+        if choice.tokens:
+            state.offer = Offer(lookup, num_computed_tokens, choice)
+        limit = MissReason.SKIPPED if wanted < run else None
+        if choice.tokens < tokens:
+            limit = self._shortened(state, tokens, choice)
         self._history.answered(
-            request, lookup, run, num_computed_tokens, tokens, limited=wanted < run
+            request, lookup, run, num_computed_tokens, choice.tokens, limited=limit
         )
-        return tokens
+        return choice.tokens
+
+    def _worth_loading(
+        self, state: RequestState, request: EngineRequest, lookup: Lookup, start: int, tokens: int
+    ) -> Choice:
+        """Return how many of `tokens` that were found from `start` on to load."""
+        hit = self._hit(lookup, start, tokens)
+        if not tokens or hit is None:
+            return Choice(tokens)
+        placement, layout = lookup.placement, self._layout
+        usable = partial(usable_run, placement, state.barred, layout, request.num_tokens)
+        return self._costs.choose(hit, request.num_tokens - start, usable, self._clock())
+
+    def _shortened(self, state: RequestState, tokens: int, choice: Choice) -> MissReason:
+        """Count once what a request computes although it was found; return why."""
+        if not state.shortened:
+            tier = choice.source.partition(":")[0]
+            self._counts.add(metrics.SLOWER_TOKENS, tokens - choice.tokens, tier)
+        state.shortened = True
+        return MissReason.SLOWER
+
+    def _hit(self, lookup: Lookup, start: int, tokens: int) -> Hit | None:
+        store = self._store.opened
+        return None if store is None else Hit(lookup.placed, start, tokens, store.sources)
 
     def allocated(
         self, request: EngineRequest, block_ids: Callable[[], BlockTables], num_tokens: int
@@ -261,7 +297,7 @@ class SchedulerCore:
         if state is None or state.offer is None:
             return
         offer, state.offer = state.offer, None
-        num_tokens = min(num_tokens, offer.tokens)
+        num_tokens = min(num_tokens, offer.choice.tokens)
         self._history.allocated(request.request_id, offer.start_token, max(0, num_tokens))
         if num_tokens <= 0:
             return
@@ -273,21 +309,32 @@ class SchedulerCore:
             self._layout,
             self._settings.null_block_id,
         )
-        job = LoadJob(self._next_load_id, request.request_id, blocks)
+        job = LoadJob(self._next_load_id, request.request_id, blocks, trace_id=trace_id(request))
+        hit = self._hit(offer.lookup, offer.start_token, num_tokens)
+        if hit is not None:
+            times = self._costs.begin(request.request_id, hit, offer.choice, self._clock())
+            job = job._replace(timeout_s=times[0], compute_s=times[1])
         self._next_load_id += 1
         self._planned_loads.append(job)
         first_block = offer.start_token // self._layout.block_tokens
         self._loads[request.request_id] = LoadUnderWay(job, first_block, offer)
         self._known_tokens[request.request_id] = offer.start_token + num_tokens
 
+    def _load_end(self, request: EngineRequest) -> int:
+        """Return the end of the tokens that may be loaded for this request."""
+        last = request.num_tokens
+        if self._settings.layerwise:  # one is computed, in a block that is not being loaded
+            last -= 1 + (last - 1) % self._layout.engine_block_tokens
+        return last
+
     def hit_sources(self, request_id: str, num_tokens: int) -> dict[Tier, int]:
-        """From where the first `num_tokens` of the load that was just planned come; empty when none
-        was. Waits for nobody."""
+        """Return where the first `num_tokens` of the load that was just planned come from; empty
+        when none was. Waits for nobody."""
         load, store = self._loads.get(request_id), self._store.opened
         if load is None or store is None:
             return {}
         offer = load.offer
-        tokens = min(num_tokens, offer.tokens)
+        tokens = min(num_tokens, offer.choice.tokens)
         placement = offer.lookup.placed
         return hit_sources(placement, offer.start_token, tokens, self._layout, store.tiers)
 
@@ -310,7 +357,7 @@ class SchedulerCore:
 
     def _submit(self, state: RequestState, request: EngineRequest) -> Lookup | None:
         part = part_wanted(state.own_settings(request), request, self._layout, self._settings)
-        return self._lookups.submit(tuple(request.block_hashes), part)
+        return self._lookups.submit(tuple(request.block_hashes), part, log_name(request))
 
     def _awaits(
         self,
@@ -359,11 +406,11 @@ class SchedulerCore:
         block_ids: Callable[[str], BlockTables | None],
         states: Callable[[str], Sequence[StateBlock]] = lambda _: (),
     ) -> StepPlan:
-        """Loads planned since the last step, and saves of what this step's forward fills.
+        """Return loads planned since the last step, and saves of what this step's forward fills.
 
-        `block_ids` gives a request's current block tables, `states` the blocks of
-        its groups of state-space layers that this step completes: a table does
-        not tell them from blocks whose state still changes.
+        `block_ids` gives a request's current block tables, `states` the blocks of its groups of
+        state-space layers that this step completes: a table does not tell them from blocks whose
+        state still changes.
         """
         self._wait_left_s = LOOKUP_WAIT_PER_STEP_S
         for request_id in preempted:
@@ -396,9 +443,9 @@ class SchedulerCore:
         return plan
 
     def _bar_saves_on_others_loads(self, scheduled: Iterable[EngineRequest]) -> None:
-        """Under a MultiConnector: a request that was matched for this step and has more tokens
-        than the engine and we gave it gets them from another connector within the step. That
-        may fail, and is told after the step has been saved: nothing of it is (rule 1)."""
+        """Save nothing of a request that, under a MultiConnector, another connector loads for
+        within the step: it was matched for this step and has more tokens than the engine and we
+        gave it. That load may fail, which is reported after the step has been saved (rule 1)."""
         known, self._known_tokens = self._known_tokens, {}
         for request in scheduled:
             if request.num_computed_tokens > known.get(request.request_id, sys.maxsize):
@@ -408,6 +455,7 @@ class SchedulerCore:
 
     def report(self, report: WorkerReport) -> None:
         """Bar what could not be loaded, and give back what is no longer read."""
+        self._costs.add(report.reads)
         failed = report.failed_blocks
         invalid: set[int] = set()
         for request_id, load in self._loads.items() if failed else ():
@@ -432,8 +480,10 @@ class SchedulerCore:
         self._resetter.in_flight(self._saves.jobs())
         if report.vram:
             self._vram |= report.vram
-            told = len(self._vram) == self._workers
-            self.vram_open = frozenset.intersection(*self._vram.values()) if told else frozenset()
+            all_reported = len(self._vram) == self._workers
+            self.vram_open = (
+                frozenset.intersection(*self._vram.values()) if all_reported else frozenset()
+            )
         if report.ended_loads:
             self._step_loads_ended(report.ended_loads, invalid)
 
@@ -454,16 +504,17 @@ class SchedulerCore:
         """Note that every worker is done with the loads of these requests."""
         for request_id in request_ids:
             self._loads.pop(request_id, None)
+            self._costs.end(request_id, self._clock())
             self._history.load_ended(request_id)
 
     @property
     def loads_under_way(self) -> dict[str, int]:
-        """The load job of each request whose load has not ended on every worker."""
+        """Return the load job of each request whose load has not ended on every worker."""
         return {name: load.job.job_id for name, load in self._loads.items()}
 
     def handed_over(self, request_id: str) -> int:
-        """Of how many tokens of a prompt that is handed over the KV is in the store, or on its
-        way there; 0 when it is not handed over. Before `finished`."""
+        """Return for how many tokens of a prompt that is handed over the KV is in the store, or on
+        its way there; 0 when it is not handed over. Call it before `finished`."""
         state = self._requests.get(request_id)
         return 0 if state is None else self._saves.handed_over(state)
 
@@ -472,8 +523,8 @@ class SchedulerCore:
         state = self._requests.pop(request_id, None)
         if state is not None and state.waiting_blocks:
             self._counts.add(metrics.UNSAVED_BLOCKS, state.waiting_blocks, metrics.PINNED)
-            words = "%d blocks not saved: other saves held pinned_fraction of the engine's blocks"
-            self._history.noted(request_id, words % state.waiting_blocks)
+            text = "%d blocks not saved: other saves held pinned_fraction of the engine's blocks"
+            self._history.noted(request_id, text % state.waiting_blocks)
         self._history.finished(request_id)
 
     # Telling
@@ -485,8 +536,32 @@ class SchedulerCore:
         """
         return self._history.explain(request_id)
 
+    def explain_prompt(self, request: EngineRequest, local_tokens: int) -> Explanation:
+        """Return what `request`, which the engine does not have, would load now where the engine's
+        own cache has `local_tokens` of it. From any thread but the engine's: it waits for the
+        index and for nodes."""
+        if not self._settings.loads:
+            return self._history.explain_refused(request, local_tokens, NOT_LOADING)
+        if not self._long_enough(request):
+            return self._history.explain_refused(request, local_tokens, MissReason.TOO_SHORT)
+        if self._resetter.pending or (self._mixed and local_tokens):
+            return self._history.explain_refused(request, local_tokens, MissReason.CLEARED)
+        lookup = self._lookups.now(tuple(request.block_hashes))
+        run = usable_run(lookup.placement, {}, self._layout, request.num_tokens)
+        tokens = offered_tokens(run, local_tokens, self._layout)
+        tokens = max(0, min(tokens, self._load_end(request) - local_tokens))
+        choice = self._worth_loading(RequestState(), request, lookup, local_tokens, tokens)
+        limit = MissReason.SLOWER if choice.tokens < tokens else None
+        return self._history.explain_lookup(request, lookup, local_tokens, choice.tokens, limit)
+
+    def explain_named(self, api_id: str) -> list[Explanation]:
+        """Return what became of the requests that have this id in the engine's API; from any
+        thread."""
+        return self._history.explain_named(api_id)
+
     def stats(self) -> dict[str, dict[str, int]]:
-        """Totals of ended requests ("requests"), and how many missed by reason ("missed")."""
+        """Return totals of ended requests ("requests"), and how many missed by reason
+        ("missed")."""
         return self._history.stats()
 
     def take_stats(self) -> CountStats | None:
@@ -495,7 +570,7 @@ class SchedulerCore:
         return self._counts.take()
 
     def take_events(self) -> list[BlockEvent]:
-        """Events about blocks since the last call; none unless the settings want them."""
+        """Return events about blocks since the last call; none unless the settings want them."""
         return self._events.take()
 
     def say_with(self, say: Callable[[str], None]) -> None:
@@ -523,22 +598,22 @@ class SchedulerCore:
         self._dropped_loads += self._loads
 
     def own_cache_emptied(self) -> None:
-        """`forget`, when the engine has just lost all that it had computed."""
+        """Do `forget`, when the engine has just lost all that it had computed."""
         self.forget()
         self._computed = self._mixed = False
 
     def weights_changed(self) -> None:
-        """`forget`, and save nothing that was computed on what other weights have left behind.
+        """Do `forget`, and save nothing that was computed on what other weights have left behind.
 
-        Hashes of requests must be others from here on.
+        Hashes of requests must be different from here on.
         """
         self.forget()
         self._mixed = self._mixed or self._computed
 
     def reset(self) -> bool:
-        """`forget`, and drop the namespaces on all nodes.
+        """Do `forget`, and drop the namespaces on all nodes.
 
-        Waits up to `RESET_WAIT_S` for them. Never fails: what could not be done now goes on in
+        Waits up to `RESET_WAIT_S` for them. Never fails: what could not be done now continues in
         the background, and until it is complete nothing is loaded.
         """
         self.forget()
@@ -553,6 +628,7 @@ class SchedulerCore:
         self._history.close()
         self._resetter.close()
         self._retainer.close()
+        self._generated.close()
         self._prefetcher.close()
         self._store.close()
 
@@ -563,9 +639,10 @@ class SchedulerCore:
         return state
 
 
+NOT_LOADING = "this engine only saves: its kv_role is kv_producer"
 _ASKED_IN_VAIN = (MissReason.BREAKER_OPEN, MissReason.NO_STORE, MissReason.TOO_BUSY)
-"""Ends of a lookup after which another one soon would end like it. An index that is late once is
-not among them: it is away when the breaker says so."""
+"""Ends of a lookup after which another one soon would end in the same way. A late index is not
+among them: it counts as away when the breaker says so."""
 
 
 def _without_source(job: LoadJob) -> LoadJob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from connector.limits import HAND_OVER_WAIT_S, LOOKUP_TIMEOUT_S, PINNED_FRACTION_MAX
 
@@ -13,10 +14,10 @@ class SchedulerSettings:
 
     loads: bool = True
     saves: bool = True
-    save_decode: bool = True
+    save_decode: Literal[True, False, "auto"] = "auto"
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
     hand_over_wait_s: float = HAND_OVER_WAIT_S
-    """How long a request waits at most for what a prefill engine says that it is saving."""
+    """Time that a request waits at most for what a prefill engine says that it is saving."""
     volatile_tokens: int = 0
     """Tokens at a request's end whose KV may still change (speculative decoding)."""
     null_block_id: int | None = None
@@ -26,11 +27,11 @@ class SchedulerSettings:
     events: bool = False
     """Whether somebody takes events about stored blocks."""
     layerwise: bool = False
-    """Loads are part of the step that computes the rest of the prompt."""
+    """Whether loads are part of the step that computes the rest of the prompt."""
     loads_again: bool = True
     """Whether a request whose load failed may be offered another before it was computed."""
     window_interval_tokens: int | None = None
-    """Windows are saved at multiples of it, at the end of prompts, and where more of a prefix was
-    found than windows and states were of; None: wherever the engine has them."""
+    """Windows are saved at multiples of this, at the end of prompts, and where more of a prefix was
+    found than of windows and states; None: wherever the engine has them."""
     state_interval_tokens: int | None = None
-    """The same of states."""
+    """The same interval for states."""

@@ -50,9 +50,9 @@ class KVOutputAggregator:
         self._sending = _Countdown()
         self._recving = _Countdown()
         self._failed: dict[str, None] = {}
-        """Failed on some worker, not yet reported by all of them."""
+        """Requests that failed on some worker and were not reported by all of them yet."""
         self._class = KVConnectorOutput
-        """What an engine's outputs carry; as it was last seen, for steps in which none does."""
+        """The class that an engine's outputs carry, as last seen, for steps in which none does."""
 
     @classmethod
     def from_connector(cls, connector: KVConnectorBase_V1, world_size: int) -> KVOutputAggregator:
@@ -74,16 +74,17 @@ class KVOutputAggregator:
     ) -> _Output | None: ...
 
     def aggregate(self, outputs: Sequence[Any], output_rank: int | None = None) -> Any:
-        """One step's outputs, one a worker, in worker order; None: it has nothing to say.
+        """Merge one step's outputs, one per worker in worker order; None means that a worker has
+        nothing to say.
 
         Of our `KVConnectorOutput`s the answer is one. Of an engine's it is that of worker
-        `output_rank` (0 unless given), its `kv_connector_output` replaced; None, and nothing
-        is counted, when that worker has none: the step is not over. Where all are None,
-        `output_rank` tells that they are an engine's.
+        `output_rank` (0 unless given), its `kv_connector_output` replaced; None, and nothing is
+        counted, when that worker has none: the step is not over. Where all are None, `output_rank`
+        tells that they are an engine's.
 
-        Stats, events and worker metadata of the first worker that has some take
-        in the others', so they are changed. Raises `UsageError` when two workers'
-        are of different classes, and for an `output_rank` that is no worker's.
+        Stats, events and worker metadata of the first worker that has some take in the others', so
+        they are changed. Raises `UsageError` when two workers' are of different classes, and for an
+        `output_rank` that is no worker's.
         """
         ours = any(isinstance(output, KVConnectorOutput) for output in outputs)
         if ours or (output_rank is None and not any(o is not None for o in outputs)):
@@ -182,7 +183,8 @@ class _Countdown:
         self._left: dict[str, int] = {}
 
     def count(self, request_ids: Iterable[str], expected: int) -> set[str]:
-        """One worker reports `request_ids`; gives those that every worker has reported now."""
+        """Count one worker's report of `request_ids`; return those that every worker has reported
+        now."""
         done: set[str] = set()
         for request_id in request_ids:
             left = self._left.pop(request_id, expected) - 1
@@ -217,5 +219,5 @@ class WorkerEvents:
         self._workers += count
 
     def common_events(self) -> list[Hashable]:
-        """Events that every worker has seen: a block is stored when all its shards are."""
+        """Return events that every worker has seen: a block is stored when all its shards are."""
         return [event for event, count in self._seen.items() if count == self._workers]

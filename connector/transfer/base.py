@@ -27,7 +27,7 @@ from connector.transfer.base_v1 import KVConnectorRole as KVConnectorRole
 
 KVConnectorBase = KVConnectorBase_V1
 KVConnectorBaseType = KVConnectorBase_V1
-"""What vLLM calls the base of all versions of its connectors; there is one."""
+"""vLLM's name for the base of all versions of its connectors; there is one version."""
 
 
 class KVConnectorStats(Protocol):

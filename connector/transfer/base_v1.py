@@ -38,8 +38,8 @@ AttentionMetadata: TypeAlias = Any
 HandshakeMetadata: TypeAlias = Any
 CacheHitSource: TypeAlias = Any
 StepMetadata: TypeAlias = Any
-"""What a connector's scheduler side tells its workers for a step: of a class of the connector's
-own, picklable, which nobody else reads."""
+"""What a connector's scheduler side sends its workers for a step: an object of a class of the
+connector's own, picklable, which nobody else reads."""
 
 CopyBlocksOp = Callable[..., None]
 """Copies blocks between host and device: source, destination, ids in each, direction."""
@@ -63,7 +63,7 @@ class KVConnectorTransferResults:
 
 
 class KVConnectorHandshakeMetadata(ABC):  # noqa: B024  # as in vLLM: only a name
-    """Carries what workers of two engines tell each other before the first transfer."""
+    """Carries what workers of two engines exchange before the first transfer."""
 
 
 class KVConnectorMetadata(ABC):  # noqa: B024  # as in vLLM: only a name

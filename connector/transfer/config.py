@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from connector.limits import KV_RANKS_MAX, PORT_MAX
 from connector.settings import json_object
-from kvstore import NumberRange, UsageError, check_settings, read_config, read_settings
+from kvstore import UsageError
+from kvstore.spi import NumberRange, check_settings, read_config, read_settings
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
@@ -43,13 +44,13 @@ class KVTransferConfig:
     """Holds one engine's part in KV transfer. Raises `UsageError` naming field, value and limit."""
 
     kv_connector: str | None = None
-    """Registered name of the connector, or a class of `kv_connector_module_path`;
-    None: no KV transfer."""
+    """Registered name of the connector, or a class of `kv_connector_module_path`; None: no KV
+    transfer."""
     engine_id: str = ""
-    """Tells this engine from others; empty: a new UUID."""
+    """Distinguishes this engine from others; empty: a new UUID."""
     kv_buffer_device: str = field(default_factory=default_buffer_device)
-    """Where a connector that buffers keeps its buffer: cuda, cpu, xpu, or what the device of
-    another platform is called."""
+    """Device on which a connector that buffers keeps its buffer: cuda, cpu, xpu, or the name of
+    another platform's device."""
     kv_buffer_size: Annotated[float, NumberRange(above=0)] = 1e9
     """Bytes that a connector of one's own may buffer; `KVStoreConnector` has settings for that."""
     kv_role: KVRole | None = None
@@ -59,7 +60,7 @@ class KVTransferConfig:
     kv_parallel_size: Annotated[int, NumberRange(1, KV_RANKS_MAX)] = 1
     """Engines that take part; 1, the default, says nothing about `kv_rank`."""
     kv_ip: str = "127.0.0.1"
-    """Where a connector that listens does so."""
+    """Address at which a connector that listens does so."""
     kv_port: Annotated[int, NumberRange(1, PORT_MAX)] = 14579
     """The port there."""
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
@@ -67,15 +68,12 @@ class KVTransferConfig:
     kv_connector_module_path: str | None = None
     """Module to import `kv_connector` from; it wins over a registered name."""
     enable_permute_local_kv: bool = False
-    """For connectors that convert between layouts in the engine's memory, as vLLM's for NIXL
-    does. `KVStoreConnector` has one layout in the store, and does without."""
+    """For connectors that convert between layouts in the engine's memory, like vLLM's for NIXL.
+    `KVStoreConnector` has one layout in the store and ignores it."""
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
-    """What becomes of a request whose KV could not be loaded.
-
-    vLLM's default is "fail", which suits a hand-over of KV that is meant for one request. Here
-    it comes from a cache, whose blocks may be evicted between lookup and load at any time, so
-    a lost block costs a recompute and no request.
-    """
+    """What happens to a request whose KV could not be loaded. vLLM's default is "fail", which suits
+    a hand-over of KV that is meant for one request. Here the KV comes from a cache, whose blocks
+    may be evicted between lookup and load, so a lost block costs a recompute and no request."""
 
     def __post_init__(self) -> None:
         if not self.engine_id and isinstance(self.engine_id, str | None):
@@ -112,15 +110,15 @@ class KVTransferConfig:
         return self.kv_connector is not None and self.kv_role in ("kv_consumer", "kv_both")
 
     def compute_hash(self) -> str:
-        """Fingerprint of all that changes the model's computation: nothing here does.
+        """Return a fingerprint of all that changes the model's computation: nothing here does.
 
-        The same for every config, so that engines which key compiled graphs by
-        their configuration's hash share them whatever they transfer.
+        It is the same for every config, so that engines which key compiled graphs by their
+        configuration's hash share them whatever they transfer.
         """
         return sha256(b"[]", usedforsecurity=False).hexdigest()
 
     def get_from_extra_config(self, key: str, default: object) -> Any:
-        """`kv_connector_extra_config[key]`, or `default` when it has no such key."""
+        """Return `kv_connector_extra_config[key]`, or `default` when it has no such key."""
         return self.kv_connector_extra_config.get(key, default)
 
     def has_connector(self, name: str) -> bool:
@@ -197,7 +195,7 @@ _TEXT_TYPES: dict[str, Callable[[str], object]] = {
 
 
 def _read(read: Callable[[str], object], value: object) -> object:
-    """`value`, of its field's type if it can be read so. Documents for vLLM have numbers in
+    """Return `value`, of its field's type if it can be read so. Documents for vLLM have numbers in
     quotes (`"kv_port": "21001"`), and writers of JSON make 1.0 of 1."""
     if isinstance(value, str):
         with suppress(ValueError):

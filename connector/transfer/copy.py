@@ -15,7 +15,7 @@ CopyDirection = Literal["h2d", "d2h", "d2d"]
 BlockLayout = Literal["NHD", "HND"]
 
 _PLACES = {"h2d": ("cpu", None), "d2h": (None, "cpu"), "d2d": (None, None)}
-"""Device type that source and target must have; None: any, for the device may be the CPU."""
+"""Device type that source and target must have; None: any, because the device may be the CPU."""
 
 
 def copy_kv_blocks(

@@ -70,7 +70,7 @@ class EngineInfo:
 
 
 V1EngineInfo = EngineInfo
-"""What it was called for connectors of vLLM's kind."""
+"""Its former name, for connectors of vLLM's kind."""
 
 
 class EngineBlocks:
@@ -111,9 +111,9 @@ class _Scheduled(NamedTuple):
     tokens: int
     table: Sequence[int]
     known: int | None
-    """Of how many blocks of the table connectors know; None: the request is new to them."""
+    """Blocks of the table that connectors know; None: the request is new to them."""
     resumed: bool
-    """It was preempted since, so that all of it is told again."""
+    """Whether it was preempted since, so that all of it is given again."""
 
 
 class SchedulerStep(SimpleNamespace):
@@ -124,7 +124,7 @@ class SchedulerStep(SimpleNamespace):
 
     @cached_property
     def scheduled_new_reqs(self) -> list[SimpleNamespace]:
-        """Stand for vLLM's `NewRequestData`."""
+        """Return what stands for vLLM's `NewRequestData`."""
         return [
             SimpleNamespace(
                 req_id=request.request_id,
@@ -141,7 +141,7 @@ class SchedulerStep(SimpleNamespace):
 
     @cached_property
     def scheduled_cached_reqs(self) -> SimpleNamespace:
-        """Stands for vLLM's `CachedRequestData`."""
+        """Return what stands for vLLM's `CachedRequestData`."""
         cached = SimpleNamespace(
             req_ids=[],
             resumed_req_ids=set(),
@@ -174,7 +174,7 @@ class SchedulerSteps:
 
     def __init__(self) -> None:
         self._blocks_told: dict[str, int] = {}
-        """By request that has been scheduled: of how many blocks connectors know."""
+        """Scheduled request -> number of its blocks that connectors know."""
         self._preempted: set[str] = set()
 
     def next(

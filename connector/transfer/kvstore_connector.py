@@ -59,8 +59,8 @@ class KVStoreConnector(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig = None
     ) -> None:
-        """`vllm_config.engine_info` is an `EngineInfo`. Raises `UsageError` for settings that
-        cannot work."""
+        """Make one side. `vllm_config.engine_info` is an `EngineInfo`. Raises `UsageError` for
+        settings that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer: KVTransferConfig = vllm_config.kv_transfer_config
         engine: EngineInfo = vllm_config.engine_info
@@ -68,7 +68,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         shape = _shape(engine, transfer, settings)
         self._between_steps = not settings.layerwise
         self._requests: dict[str, EngineRequest] = {}
-        """Those that the scheduler's side was asked about and that have not finished."""
+        """Requests that the scheduler's side was asked about and that have not finished."""
         self._report = WorkerReport()
         self._scheduler: SchedulerCore | None = None
         self._worker: WorkerCore | None = None
@@ -91,7 +91,8 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache is best effort: a dropped save is a future miss, not a lost hand-off."""
+        """Return False: a cache is best effort, and a dropped save is a future miss, not a lost
+        hand-over."""
         return False
 
     # Scheduler side
@@ -135,7 +136,8 @@ class KVStoreConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: EngineRequest, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
-        """Never asks for the blocks to be kept: saves in flight have pinned theirs."""
+        """Note the end of a request. Never asks for the blocks to be kept: saves in flight have
+        pinned theirs."""
         self._requests.pop(request.request_id, None)
         self._s.finished(request.request_id)
         return False, None
@@ -162,7 +164,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return plan
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Starts the transfer threads. Raises `UsageError` for tensors of another shape."""
+        """Start the transfer threads. Raises `UsageError` for tensors of another shape."""
         self._w.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: object) -> None:
@@ -199,8 +201,8 @@ class KVStoreConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> StoreWorkerMetadata | None:
         report = self._report
         self._report = WorkerReport(invalid_block_ids=report.invalid_block_ids)
-        said = report.for_scheduler()
-        return None if said is None else StoreWorkerMetadata(said)
+        sent = report.for_scheduler()
+        return None if sent is None else StoreWorkerMetadata(sent)
 
     # Both sides
 

@@ -45,19 +45,19 @@ class _Row:
 
     base: str
     dropped: deque[TensorMessage] = field(default_factory=deque)
-    """Words about what it dropped, kept until the producer has seen them."""
+    """Messages about what it dropped, kept until the producer has seen them."""
     owed: list[str] = field(default_factory=list)
-    """Entries it has dropped, about which the store has not taken the word yet."""
+    """Entries that it has dropped, whose message the store has not taken yet."""
 
 
 @dataclass(slots=True)
 class _Inserted:
     number: int
     messages: tuple[TensorMessage, ...]
-    """Its body; its tokens to match and its turn."""
+    """Its body; then its tokens to match and its turn."""
     size_bytes: int
     taken_at: float | None = None
-    """When its turn was first seen to be gone."""
+    """Time at which its turn was first missing."""
 
 
 class LookupBuffer:
@@ -95,7 +95,7 @@ class LookupBuffer:
         bases = [base, *(f"{base}/of/{of}" for of in range(1, LOOKUP_PRODUCERS_MAX))]
         self._client = client
         self._base = bases[number]
-        """Producer: of the keys of its entries."""
+        """Producer: first part of the keys of its entries."""
         self._producer = producer
         self._timeout_s = timeout_s
         self._bytes_max = tensor_messages.check_bytes_max(bytes_max)
@@ -106,7 +106,7 @@ class LookupBuffer:
         self._inserted: deque[_Inserted] = deque()
         self._lists = PostingLists(client, self._base)
         self._rows = deque(map(_Row, bases[:producers]))
-        """Consumer: one for each producer; the one it took from last is at the end."""
+        """Consumer: one row for each producer; the one it took from last is at the end."""
         self._closed = False
 
     # Producer
@@ -272,8 +272,8 @@ class LookupBuffer:
     # Both
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Producer: wait up to `timeout_s` for the entries to be dropped, then take back the
-        rest. Safe to call twice."""
+        """Close it. A producer waits up to `timeout_s` for the entries to be dropped, then takes
+        back the rest. Safe to call twice."""
         if self._closed:
             return
         self._closed = True

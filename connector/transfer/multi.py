@@ -145,7 +145,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             raise
 
     def shutdown(self) -> None:
-        """Every child is told, also after one has raised; the first error is raised at the end."""
+        """Shut every child down, also after one has raised; raise the first error at the end."""
         error: Exception | None = None
         for child in self.children:
             try:
@@ -187,7 +187,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The first child's that offers tokens. All are asked; one that needs time makes all."""
+        """Return the offer of the first child that offers tokens. All are asked; while one needs
+        more time, return (None, False)."""
         self._loading.pop(request.request_id, None)
         offer: tuple[int, bool] = (0, False)
         loading: KVConnectorBase_V1 | None = None
@@ -204,7 +205,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The child that offered loads; the others hear of the blocks and load nothing."""
+        """Have the child that offered tokens load them; the others hear of the blocks and load
+        nothing."""
         loading = self._loading.get(request.request_id)
         for child in self.children:
             tokens = num_external_tokens if child is loading else 0
@@ -227,7 +229,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return MultiMetadata(parts, extra)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Every child gets the output with its own part of the metadata."""
+        """Give every child the output with its own part of the metadata."""
         meta = connector_output.kv_connector_worker_meta
         none = (None,) * len(self.children)
         parts = meta.children if isinstance(meta, MultiWorkerMetadata) else none
@@ -242,7 +244,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
-        """Blocks are kept until every child that asked for it has sent them.
+        """Have blocks kept until every child that asked for it has sent them.
 
         Raises `UsageError` when two children answer with the same parameter.
         """
@@ -270,7 +272,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return None if None in counts else _same("get_finished_count", counts)
 
     def reset_cache(self) -> bool:
-        """Every child is asked; None is no refusal."""
+        """Ask every child; None is no refusal."""
         return False not in [child.reset_cache() for child in self.children]
 
     # Worker side
@@ -310,7 +312,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending or None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """A request has been sent when every child that sends it has said so."""
+        """Merge the children's results. A request has been sent when every child that sends it has
+        said so."""
         merged = KVConnectorTransferResults()
         for child in self.children:
             results = child.get_transfer_results(finished_req_ids)

@@ -23,7 +23,7 @@ END = "end"
 
 
 class PipeClosedError(PeerError):
-    """Says that the other end is closed, and that all it had sent was received."""
+    """Raised when the other end is closed, and all it had sent was received."""
 
 
 class Pipe:
@@ -96,7 +96,7 @@ class _Outbox:
         self._messages_max = messages_max
         self._next = 0
         self._sent: deque[tuple[int, TensorMessage]] = deque()
-        """Number and message of what the receiver has not yet said that it has."""
+        """Number and message of what the receiver has not confirmed yet."""
         self._bytes = 0
         self._closed = False
 
@@ -156,8 +156,8 @@ class _Inbox:
         self._client = client
         self._base = base
         self._next = 0
-        self._said: TensorMessage | None = None
-        """The value that says how far we are."""
+        self._progress: TensorMessage | None = None
+        """The value that says how far this end has received."""
         self._owes_word = False
         self._ended = False
         self._closed = False
@@ -187,21 +187,22 @@ class _Inbox:
         if not self._owes_word:
             return
         name = f"{self._base}/{self._next - 1}/received"
-        said = tensor_messages.hold(self._client, name, b"1")
-        if said is not None:
-            if self._said is not None:
-                tensor_messages.release(self._client, self._said)
-            self._said, self._owes_word = said, False
+        progress = tensor_messages.hold(self._client, name, b"1")
+        if progress is not None:
+            if self._progress is not None:
+                tensor_messages.release(self._client, self._progress)
+            self._progress, self._owes_word = progress, False
 
     def close(self) -> None:
-        """What was said last stays in the store: the sender may not have looked yet."""
+        """Close it. The last message stays in the store, because the sender may not have looked
+        yet."""
         if self._closed:
             return
         self._closed = True
         self._say()
-        last = [self._said]
+        last = [self._progress]
         if not self._ended:
             last.append(tensor_messages.hold(self._client, f"{self._base}/closed", b"1"))
-        for said in last:
-            if said is not None:
-                tensor_messages.leave(said)
+        for progress in last:
+            if progress is not None:
+                tensor_messages.leave(progress)

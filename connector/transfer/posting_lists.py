@@ -22,18 +22,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from connector.transfer import tensor_messages
 from connector.transfer.tensor_messages import TensorMessage, ValueStore
-from kvstore import Key, Namespace
+from kvstore import Namespace
+from kvstore.spi import Key
 
 if TYPE_CHECKING:
     import torch
 
 RUNG_FACTOR = 64
-"""How much longer the next prefix is that has a list: an entry of 2,000 tokens is in three."""
+"""Factor between the lengths of prefixes that have a list: an entry of 2,000 tokens is in three."""
 _NAMESPACE = Namespace({"keys of": "token prefixes in a lookup buffer"})
 _VERSION = struct.Struct("<Q")
 _POSTING = struct.Struct("<QI32s")
 _WORDS = 2
-"""Tokens are 64 bits here, and two tokens of the store's keys."""
+"""32-bit words of one token: tokens have 64 bits here, the store's keys are made of 32-bit ones."""
 
 
 class TokenPrefixes:
@@ -46,7 +47,7 @@ class TokenPrefixes:
         self._keys: dict[int, Key] = {}
 
     def key(self, length: int) -> Key:
-        """Key of the first `length` tokens, at least one."""
+        """Return the key of the first `length` tokens, at least one."""
         known = self._keys.get(length)
         if known is None:
             words = length * _WORDS
@@ -55,7 +56,7 @@ class TokenPrefixes:
         return known
 
     def rungs(self) -> Iterator[int]:
-        """Lengths of the prefixes that have lists, the empty one first."""
+        """Yield the lengths of the prefixes that have lists, the empty one first."""
         yield 0
         rung = 1
         while rung <= self.length:
@@ -63,12 +64,12 @@ class TokenPrefixes:
             rung *= RUNG_FACTOR
 
     def lists_of_entry(self) -> list[str]:
-        """Names of the lists that an entry of these tokens is in."""
+        """Return the names of the lists that an entry of these tokens is in."""
         *passed, last = self.rungs()
         return [*(self._list("on", rung) for rung in passed), self._list("ends", last)]
 
     def lists_of_query(self) -> list[str]:
-        """Names of the lists that all entries are in which match these tokens."""
+        """Return the names of the lists that contain all entries which match these tokens."""
         rungs = [*self.rungs()][1:]
         return [
             *(self._list("ends", rung) for rung in rungs),
@@ -84,13 +85,13 @@ LISTS_OF_ALL = ["ends", "on"]
 
 
 class Posting(NamedTuple):
-    """Says of one entry what can be told without its tokens."""
+    """Describes one entry as far as that is possible without its tokens."""
 
     number: int
     tokens: int
-    """How many it has."""
+    """Number of its tokens."""
     key: bytes
-    """Of all of them; zeros where there are none."""
+    """Key of all its tokens; zeros where there are none."""
 
     def matches(self, wanted: TokenPrefixes | None) -> bool | None:
         """Return whether the shorter of the two begins the longer; None: only the entry's tokens
@@ -111,9 +112,9 @@ class PostingLists:
         self._lists: dict[str, dict[int, Posting]] = {}
         self._lists_of: dict[int, list[str]] = {}
         self._sides: dict[str, int] = {}
-        """By list, under which of its two keys it was written last."""
+        """List -> which of its two keys was written last."""
         self._version = 0
-        """Of all lists: what is written later counts."""
+        """The version for all lists: of two, the later one counts."""
         self._due: set[str] = set()
         """Lists that are to be written."""
         self._held = TensorMessage(base)
@@ -129,7 +130,8 @@ class PostingLists:
         self._write(deadline)
 
     def forget(self, number: int) -> None:
-        """An entry is gone: lists that have no other go too, the rest when they are written."""
+        """Take an entry out: lists that have no other are released, the rest are correct once they
+        are written again."""
         for name in self._lists_of.pop(number, ()):
             self._lists[name].pop(number)
             if not self._lists[name]:
@@ -140,7 +142,7 @@ class PostingLists:
                 tensor_messages.release(self._store, self._held, keys)
 
     def names(self) -> dict[str, str]:
-        """The keys of what was written last, and which list each is."""
+        """Return the keys of what was written last, and which list each is."""
         return {_both_keys(self._base, name)[side]: name for name, side in self._sides.items()}
 
     def write_again(self, lost: Iterable[str]) -> None:
@@ -195,5 +197,5 @@ def _whole(version: bytes) -> bool:
 
 
 def _both_keys(base: str, name: str) -> list[str]:
-    """The two keys that the versions of a list have in turn."""
+    """Return the two keys that the versions of a list have in turn."""
     return [f"{base}/{name}/{side}" for side in (0, 1)]

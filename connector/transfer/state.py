@@ -29,7 +29,7 @@ class _Group:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """One thread makes or ends the connector; the others wait for the outcome."""
+        """Let one thread make or end the connector while the others wait for the outcome."""
         try:
             if not self.lock.acquire(timeout=GROUP_WAIT_S):
                 raise DeadlineError(
@@ -45,7 +45,8 @@ _group = _Group()
 
 
 def _after_fork() -> None:
-    """A connector's threads and sockets are its process's own; so is a lock held by a thread."""
+    """Forget the parent's connector: its threads and sockets are the parent's own, and a lock may
+    be held by a thread that is not here."""
     global _group
     _group = _Group()
 
@@ -80,7 +81,7 @@ def has_kv_transfer_group() -> bool:
 
 
 def get_kv_transfer_group() -> KVConnectorBase_V1:
-    """This process's connector. Raises `UsageError` when there is none."""
+    """Return this process's connector. Raises `UsageError` when there is none."""
     connector = _group.connector
     if connector is None:
         raise UsageError(

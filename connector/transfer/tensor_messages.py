@@ -36,7 +36,7 @@ log = logging.getLogger(f"kvstore.{__name__}")
 
 _T = TypeVar("_T")
 _Values = dict[str, "torch.Tensor | bytes"]
-"""What is put, by key: parts of tensors, and headers."""
+"""Values to put, by key: parts of tensors, and headers."""
 
 
 class MessagePin(Protocol):
@@ -77,11 +77,11 @@ class TensorMessage:
     name: str
     size_bytes: int = 0
     pins: dict[str, MessagePin] = field(default_factory=dict)
-    """By key; every value of the message is pinned."""
+    """Pins by key; every value of the message is pinned."""
 
 
 def check_name(name: str) -> str:
-    """`name`, when it can be the name of a pipe or buffer; else `UsageError`."""
+    """Return `name` if it can be the name of a pipe or buffer; else raise `UsageError`."""
     if not isinstance(name, str) or not 0 < len(name) <= TENSOR_MESSAGE_NAME_MAX:
         raise UsageError(
             "name", name, f"must be a string of 1 to {TENSOR_MESSAGE_NAME_MAX} characters"
@@ -99,7 +99,8 @@ def check_bytes_max(bytes_max: float) -> int:
 
 
 def size_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Payload bytes of `tensors`, None being none. Raises `UsageError` for anything else."""
+    """Return the payload bytes of `tensors`, None counting as none. Raises `UsageError` for
+    anything else."""
     import torch
 
     total = 0
@@ -177,7 +178,7 @@ def keep(
 def replace(
     store: ValueStore, message: TensorMessage, values: Mapping[str, bytes], deadline: float
 ) -> None:
-    """`keep`, in place of what has these keys: who reads meanwhile has a miss."""
+    """Do `keep`, in place of what has these keys: a reader meanwhile has a miss."""
     for key in values:
         if key in message.pins:
             message.pins.pop(key).close()
@@ -248,7 +249,7 @@ def _take_apart(
 
 
 def _part(name: str, tensor: int, start: int) -> str:
-    """Key of the part of a tensor that begins at byte `start`."""
+    """Return the key of the part of a tensor that begins at byte `start`."""
     return f"{name}/{tensor}.{start}"
 
 
@@ -267,7 +268,7 @@ def _halve(
 def _with_parts(
     name: str, described: list[list[object] | None], parts: Iterable[str]
 ) -> list[list[object] | None]:
-    """`described`, each tensor with where its parts begin."""
+    """Return `described`, each tensor with the positions at which its parts begin."""
     starts: dict[int, list[int]] = {i: [] for i in range(len(described))}
     for key in parts:
         tensor, start = key.removeprefix(f"{name}/").split(".")

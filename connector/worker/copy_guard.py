@@ -23,8 +23,8 @@ class CopyGuard:
         self._lock = threading.RLock()
         self._ended = False
         self._began: float | None = None
-        """When the copy that is under way began (`time.monotonic`)."""
-        self._said = False
+        """Time at which the running copy began (`time.monotonic`)."""
+        self._logged = False
 
     @property
     def ended(self) -> bool:
@@ -35,7 +35,7 @@ class CopyGuard:
         """Hold off `try_end` in here; False when the transfer has ended."""
         try:
             self._lock.acquire()
-            self._began, self._said = time.monotonic(), False
+            self._began, self._logged = time.monotonic(), False
             yield not self._ended
         finally:
             self._began = None
@@ -47,9 +47,9 @@ class CopyGuard:
         that is more than `COPY_STUCK_S`; 0 otherwise. Never waits."""
         began = self._began
         took_s = 0.0 if began is None else time.monotonic() - began
-        if took_s <= COPY_STUCK_S or self._said:
+        if took_s <= COPY_STUCK_S or self._logged:
             return 0.0
-        self._said = True
+        self._logged = True
         return took_s
 
     def try_end(self) -> bool:

@@ -17,7 +17,8 @@ from connector.copiers.base import KVCopier, Ready
 from connector.limits import FORWARD_TIMEOUT_S, Clock
 from connector.messages import LoadBlock, SaveJob
 from connector.worker.transfers import Load, Save, Views, scatter_all
-from kvstore import MissReason, in_batches
+from kvstore import MissReason
+from kvstore.spi import in_batches
 
 
 class LayerPlace(NamedTuple):
@@ -44,16 +45,16 @@ class StepLoads:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._in_place = 0
-        """Leading layers that are there in every block that may still succeed."""
+        """Number of leading layers that are in place in every block that may still succeed."""
         self._awaited: set[int] = set()
         self._over = False
-        """Nothing more will be copied, or it will be too late."""
+        """Whether nothing more will be copied, or would be too late."""
         self._late = False
         self._good = [len(task.job.blocks) for task in tasks]
-        """Leading blocks of each task that have not failed."""
+        """Number of leading blocks of each task that have not failed."""
         self._copied = False
         self.in_place_at = float("-inf")
-        """When the last layer so far was in place."""
+        """Time at which the last layer so far was in place."""
 
     @property
     def hangs(self) -> bool:
@@ -188,11 +189,8 @@ class StepSaves:
     # The engine's thread
 
     def layer_written(self, place: LayerPlace, ready: Ready | None) -> None:
-        """The forward has written `place`; `ready` stands for that work.
-
-        A layer that is written twice was not final the first time: nothing of
-        such a step is saved.
-        """
+        """Take note that the forward has written `place`; `ready` stands for that work. A layer
+        that is written twice was not final the first time: nothing of such a step is saved."""
         with self._lock:
             if place in self._seen:
                 self._drop(metrics.INCOMPLETE)
@@ -201,10 +199,10 @@ class StepSaves:
             self._changed.notify_all()
 
     def forward_done(self, timeout_s: float, ready: Ready | None) -> bool:
-        """All is written that will be; what is left to copy has `timeout_s` from here on.
+        """Note that the forward has ended; what is left to copy has `timeout_s` from here on.
 
-        A forward that has named some of its layers and not others broke off.
-        False then: nothing is saved. One that named none was whole.
+        A forward that has named some of its layers and not others broke off. Then the answer is
+        False and nothing is saved. One that named none was whole.
         """
         with self._lock:
             if not self._seen:
@@ -238,7 +236,7 @@ class StepSaves:
             yield self._written[number]
 
     def whole(self) -> bool:
-        """Wait for the forward to end; whether what it wrote may be saved."""
+        """Wait for the forward to end. Return whether what it wrote may be saved."""
         self._wait(lambda: self._whole is not None)
         return bool(self._whole)
 

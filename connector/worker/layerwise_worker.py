@@ -15,7 +15,8 @@ from connector.worker import transfers
 from connector.worker.layerwise import LayerPlace, StepLoads, StepSaves
 from connector.worker.transfers import Load, Reserved, Save, Views, block_views, gather_all
 from connector.worker.worker import WorkerCore
-from kvstore import AnyReservation, KVStoreError, MissReason, Tier
+from kvstore import KVStoreError, MissReason
+from kvstore.spi import AnyReservation, Tier
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +31,10 @@ class LayerwiseWorker(WorkerCore):
         super().__init__(*args, **settings)
         self._places: dict[str, LayerPlace] = {}
         self._step_loads: StepLoads | None = None
-        """Until the step's `poll`."""
+        """Loads of the step until its `poll`."""
         self._hanging_loads: StepLoads | None = None
         self._step_saves: StepSaves | None = None
-        """From the first layer until the end of the forward."""
+        """Saves of the step from the first layer until the end of the forward."""
 
     def register_kv_caches(self, *groups: Mapping[str, torch.Tensor]) -> None:
         self._places = {
@@ -50,7 +51,7 @@ class LayerwiseWorker(WorkerCore):
         if not jobs:
             return
         now = self._clock()
-        deadline = now + self._load_timeout_s
+        deadline = now + max(map(self._timeout_of, jobs))
         tasks = [Load(job, deadline, now) for job in jobs]
         layers = self._groups[0].geometry.layers
         ready = self.mark_ready() if ready is None else ready
@@ -74,7 +75,9 @@ class LayerwiseWorker(WorkerCore):
         if step is not None:
             step.end(self._load_timeout_s)
             if step.tasks[0].why == metrics.INCOMPLETE:
-                log.warning("loads dropped: the forward did not wait for every layer")
+                names = transfers.names(task.job for task in step.tasks)
+                text = "loads of requests %s dropped: the forward did not wait for every layer"
+                log.warning(text, names)
             if step.hangs:
                 self._hanging_loads = step
             for task in step.tasks:
@@ -96,14 +99,15 @@ class LayerwiseWorker(WorkerCore):
         self._step_saves.layer_written(place, self.mark_ready())
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
-        """The forward is done: what its layers have begun is saved, or all of it from here on."""
+        """Save what the layers have begun, or everything from here on, because the forward is
+        done."""
         step, self._step_saves = self._step_saves, None
         if not self._saves:
             super().start_saves(jobs)
         elif jobs or step is not None:
             step = step or self._begin_saves(jobs)
             if not step.forward_done(self._save_timeout_s, self.mark_ready()):
-                self._say_dropped(len(jobs), "the forward did not write each layer once")
+                self._say_dropped(jobs, "the forward did not write each layer once")
 
     def _begin_saves(self, jobs: Sequence[SaveJob]) -> StepSaves:
         step = StepSaves(jobs, list(self._places.values()), self._clock)
@@ -132,7 +136,9 @@ class LayerwiseWorker(WorkerCore):
             why = self._run_loads(step)
         except Exception:
             why = metrics.ERROR
-            log.exception("loads failed")
+            log.exception(
+                "loads of requests %s failed", transfers.names(task.job for task in step.tasks)
+            )
         finally:
             step.give_up(why)
 
@@ -143,8 +149,10 @@ class LayerwiseWorker(WorkerCore):
             return MissReason.NO_STORE
 
         blocks = [block for task in step.tasks for block in task.job.blocks]
-        # Those of other hosts arrive where it is page-locked; a window is copied before the next.
-        far = Tier.OTHER_HOST in store.tiers(found_in(self._groups, blocks))
+        # Those not in memory here arrive where it is page-locked; a window is copied before the
+        # next.
+        tiers = store.tiers(found_in(self._groups, blocks))
+        far = Tier.OTHER_HOST in tiers or Tier.DISK in tiers
         staging, room = (self._staging, LOAD_STAGING_BYTES) if far else (None, STEP_LOAD_BYTES)
 
         def views_of(window: Sequence[LoadBlock]) -> Iterator[Views | None]:
@@ -152,7 +160,12 @@ class LayerwiseWorker(WorkerCore):
             return (block_views(self._groups, block, views) for block in window)
 
         parts = list(windows(self._groups, blocks, room)) or [blocks]
-        if step.copy(self._blocks[0], parts, views_of):
+        began = self._clock()
+        copied = step.copy(self._blocks[0], parts, views_of)
+        if copied or step.left_s() <= 0:
+            loaded = len(blocks) if copied else 0
+            self._paces.measured(store, self._groups, blocks, loaded, self._clock() - began)
+        if copied:
             for task in step.tasks:
                 self._touch(task, store)
         return ""
@@ -164,10 +177,12 @@ class LayerwiseWorker(WorkerCore):
             self._run_step_saves(step)
         except KVStoreError as e:
             step.give_up(transfers.why_of(e))
-            self._say_dropped(len(step.tasks), e)
+            self._say_dropped([task.job for task in step.tasks], e)
         except Exception as e:
             step.give_up(transfers.why_of(e))
-            log.exception("%d saves dropped", len(step.tasks))
+            log.exception(
+                "saves dropped, of requests %s", transfers.names(task.job for task in step.tasks)
+            )
         finally:
             self._end_all(step.tasks)
 

@@ -1,4 +1,4 @@
-"""Saves a part of a store block: the tokens behind a prompt's last full one.
+"""Saves a partial store block: the tokens behind a prompt's last full one.
 
 A part is stored in a whole block's size. Behind its tokens the engine's blocks hold what their
 owners of before left there, which may be another tenant's and is nobody's business: it becomes

@@ -15,7 +15,7 @@ log = logging.getLogger(f"kvstore.{__name__}")
 
 R = TypeVar("R")
 IDLE_EVERY_S = 1.0
-"""How often an idle thread cleans up."""
+"""Seconds between two times that an idle thread cleans up."""
 
 
 class Results(Generic[R]):
@@ -52,7 +52,8 @@ class TaskThreads:
     each task, so what waits fails by name at the end, and what gives back has no limit."""
 
     def __init__(self, name: str, clean_up: Callable[[], None], threads: int = 1) -> None:
-        """`clean_up` runs now and then between tasks of one of the threads."""
+        """Start without threads. `clean_up` runs now and then between tasks of one of the
+        threads."""
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._tasks: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector import metrics
 from connector.copiers.base import Gather, HeadPart, KVCopier, Ready, Scatter
 from connector.limits import Clock
-from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport, job_name
 from connector.worker import parts
 from connector.worker.copy_guard import CopyGuard
-from kvstore import (
-    AnyReservation,
-    BlockView,
-    DeadlineError,
-    Key,
-    MissReason,
-    NodeUnavailableError,
-    in_batches,
-)
+from kvstore import DeadlineError, MissReason
+from kvstore.spi import AnyReservation, BlockView, Key, NodeUnavailableError, in_batches
 
 if TYPE_CHECKING:
     from connector.layout.shard_reads import GroupReads
@@ -29,8 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
+NAMES_MAX = 8
+"""Requests that one log line names."""
 Views = list[tuple[BlockView, HeadPart]]
-"""All shards that one store block is copied from, and the heads that each has for us."""
+"""All shards from which one store block is copied, and the heads that each has for us."""
 
 
 class Load:
@@ -40,8 +35,10 @@ class Load:
     `KVCopier.wait_ready`. `deadline` and `started_at` are of the worker's clock, in seconds.
     """
 
+    tier = ""
+    """The tier that it reads from at the moment; empty before it reads."""
     given_up = False
-    """The engine has given it up: of that it need not hear."""
+    """Whether the engine has given it up, so that it need not be reported."""
 
     def __init__(
         self, job: LoadJob, deadline: float, started_at: float, ready: Ready | None = None
@@ -54,7 +51,7 @@ class Load:
         self.loaded = 0
         self.ended = False
         self.why: str = MissReason.DEADLINE
-        """Why not all was loaded, should that be so."""
+        """Why not all was loaded, if that is so."""
 
 
 class Save:
@@ -73,8 +70,8 @@ class Save:
         self.guard = CopyGuard()
         self.ended = False
         self.stored: set[Key] = set()
-        """Of this worker's shard, what is in the store: saved or found there. May hold more
-        than is this save's own."""
+        """Blocks whose shard of this worker is in the store: saved or found there. It may contain
+        more than this save's own."""
         self.why = ""
         """Why it was given up; empty when it was not."""
 
@@ -100,15 +97,15 @@ def block_views(
     pieces = groups[block.group].pieces(block.split)
     if not (block.found and pieces):
         return None
-    its: Views = []
+    own_views: Views = []
     for piece, view in [(piece, next(views)) for piece in pieces]:
         if view is None:
             return None
         if len(view.buffer) != piece.payload_bytes:
             log.error("a stored block has %d bytes, not %d", len(view.buffer), piece.payload_bytes)
             return None
-        its.append((view, piece.part))
-    return its
+        own_views.append((view, piece.part))
+    return own_views
 
 
 def gather_all(
@@ -192,10 +189,10 @@ def load_blocks(
     """Return how many leading blocks of `batch`, all of one group, were copied and right."""
     opened: list[tuple[Load, LoadBlock, Views]] = []
     for block in batch:
-        its = block_views(groups, block, views)
-        if its is None:
+        own_views = block_views(groups, block, views)
+        if own_views is None:
             break
-        opened.append((task, block, its))
+        opened.append((task, block, own_views))
     good = scatter_all(copiers[batch[0].group], opened)
     return next((i for i, right in enumerate(good) if not right), len(good))
 
@@ -232,15 +229,24 @@ def report_save(task: Save, report: WorkerReport, groups: Sequence[GroupReads]) 
     )
 
 
+def names(jobs: Iterable[LoadJob | SaveJob]) -> str:
+    """Return the requests of these, the first few of many, for the log."""
+    known = list(dict.fromkeys(map(job_name, jobs)))
+    more = f" and {len(known) - NAMES_MAX} more" if len(known) > NAMES_MAX else ""
+    return ", ".join(known[:NAMES_MAX]) + more
+
+
 def report_stuck(task: Transfer, took_s: float, counts: Counts) -> None:
     """Log and count a transfer with a copy that has been under way for `took_s`."""
     is_load = isinstance(task, Load)
     counts.add(metrics.STUCK_LOADS if is_load else metrics.STUCK_SAVES)
     log.error(
-        "a copy of a %s has been under way for %.1f s and cannot be ended; its blocks stay in use. "
+        "a copy of a %s of request %s has been under way for %.1f s and cannot be ended; its "
+        "blocks stay in use. "
         "Where a CUDA driver hangs in its call for many copies, KVSTORE_CUDA_COPIES=single "
         "makes each a call of its own, from the engine's next start on",
         "load" if is_load else "save",
+        job_name(task.job),
         took_s,
     )
 
@@ -261,5 +267,7 @@ def count(task: Transfer, counts: Counts, duration_s: float, groups: Sequence[Gr
     )
     if len(blocks) < len(task.job.blocks):
         counts.add(metrics.FAILED_LOADS, 1, task.why)
+        if task.tier and task.why in (MissReason.SLOWER, MissReason.DEADLINE):
+            counts.add(metrics.CUT_LOADS, 1, task.tier)
     else:
         counts.observe(metrics.LOAD_SECONDS, duration_s)

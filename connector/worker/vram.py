@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from connector.limits import RESET_WAIT_S
-from kvstore import (
+from kvstore import KVStoreError, Namespace, PutResult, PutStatus, ResetResult, Retained
+from kvstore.spi import (
     AnyReservation,
     BlockRef,
     BlockSession,
@@ -22,17 +23,11 @@ from kvstore import (
     DeviceBlock,
     DeviceReservation,
     Key,
-    KVStoreError,
     LookupResult,
     Missing,
     MissQuery,
-    Namespace,
     PoolMapping,
     PrefixMatch,
-    PutResult,
-    PutStatus,
-    ResetResult,
-    Retained,
     Tier,
     VramPool,
     VramSaver,
@@ -57,11 +52,11 @@ class VramStore:
     def __init__(
         self, store: BlockSession, device: CudaDevice, size_bytes: int, **options: Any
     ) -> None:
-        """With `size_bytes` 0 it only reads VRAM. Else it saves to the node of this host that owns
-        VRAM of this device; where there is none it keeps `size_bytes` itself, and `options`
-        are those of `VramPool`.
+        """Open VRAM. With `size_bytes` 0 it is only read. Otherwise saves go to the node of this
+        host that owns VRAM of this device; where there is none, `size_bytes` are kept here, and
+        `options` are those of `VramPool`.
 
-        A pool that cannot be made is said and left out: saves go to host memory then.
+        A pool that cannot be made is logged and left out: saves go to host memory then.
         """
         self._store = store
         self._viewed_bytes = 0
@@ -98,10 +93,19 @@ class VramStore:
     def tiers(self, found: Sequence[BlockRef]) -> list[Tier]:
         return self._store.tiers(found)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        self._store.touch(keys)
+    def sources(self, found: Sequence[BlockRef]) -> list[str]:
+        return self._store.sources(found)
+
+    def report(self, counts: Mapping[str, int]) -> bool:
+        return self._store.report(counts)
+
+    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
+        self._store.touch(keys, saved=saved)
         if self.pool is not None:
-            self.pool.touch(keys)
+            self.pool.touch(keys, saved=saved)
+
+    def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
+        return self._store.were_read(keys)
 
     def pin(self, keys: Sequence[Key]) -> list[BlockRef | None]:
         return self._store.pin(keys)

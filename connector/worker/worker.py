@@ -32,6 +32,7 @@ import logging
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -40,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from connector import metrics
 from connector.copiers.base import KVCopier, Ready
 from connector.copiers.registered import kv_memory
-from connector.layout.shard_reads import GroupReads, alike, found_in, windows
+from connector.layout.shard_reads import GroupReads, alike, bytes_of, found_in, windows
 from connector.limits import (
     COPY_STUCK_S,
     LOAD_JOBS_MAX,
@@ -49,26 +50,19 @@ from connector.limits import (
     SAVE_BATCH_BLOCKS,
     SAVE_BATCH_BYTES,
     SAVE_JOBS_MAX,
+    SAVE_YIELD_S,
     SAY_EVERY_S,
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
-from connector.messages import LoadJob, SaveBlock, SaveJob, WorkerReport
+from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport, job_name
 from connector.metrics import Counts
 from connector.work_thread import WorkThread
 from connector.worker import transfers
+from connector.worker.load_pace import LoadPaces, far_of, takes_too_long
 from connector.worker.transfers import Load, Reserved, Save, Transfer, gather_all
-from kvstore import (
-    BlockStore,
-    InternalError,
-    Key,
-    KVStoreError,
-    MissReason,
-    PoolMapping,
-    PutResult,
-    PutStatus,
-    in_batches,
-)
+from kvstore import InternalError, KVStoreError, MissReason, PutResult, PutStatus
+from kvstore.spi import BlockStore, Key, PoolMapping, Tier, in_batches
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +95,7 @@ class WorkerCore:
         self._store = store
         self._rank = rank
         self._vram_open = vram_open
-        self._vram_told: frozenset[tuple[int, int]] = frozenset()
+        self._vram_reported: frozenset[tuple[int, int]] = frozenset()
         self._layout = layout
         self._groups = [GroupReads(group, rank, layout.block_tokens) for group in layout.groups]
         self._saves = saves and any(group.saves for group in self._groups)
@@ -113,7 +107,7 @@ class WorkerCore:
         largest_read = max(group.read_bytes_max for group in self._groups)
         self._batch_blocks = max(1, min(SAVE_BATCH_BLOCKS, SAVE_BATCH_BYTES // largest))
         self._blocks: list[KVCopier] = []
-        """Per group; empty before the engine has given its memory."""
+        """Copiers per group; empty before the engine has given its memory."""
         self._close_memory: Callable[[], None] = lambda: None
         self._staging = memoryview(mmap.mmap(-1, max(LOAD_STAGING_BYTES, largest_read)))
         """Where blocks of other hosts arrive; only the loading thread uses it, and none of its
@@ -126,6 +120,9 @@ class WorkerCore:
         self._saving: WorkThread[Any] = WorkThread("kvstore-save", self._save, SAVE_JOBS_MAX)
         self._closing = threading.Event()
         self._counts = Counts()
+        self._paces = LoadPaces()
+        self._far: deque[Load] = deque()
+        """Loads from elsewhere that were taken from the queue and wait for one that runs."""
         self._last_load = -1
         self._dropped = 0
         self._said_at = float("-inf")
@@ -177,8 +174,8 @@ class WorkerCore:
     # Called by the engine's thread
 
     def mark_ready(self) -> Ready | None:
-        """Stands for all work that the engine has submitted so far, in all groups; see
-        `KVCopier.mark_ready`. None before it has given its memory."""
+        """Return what stands for all work that the engine has submitted so far, in all groups; see
+        `KVCopier.mark_ready`. It is None before the engine has given its memory."""
         return self._blocks[0].mark_ready() if self._blocks else None
 
     def start_loads(self, jobs: Sequence[LoadJob], ready: Ready | None = None) -> None:
@@ -193,7 +190,11 @@ class WorkerCore:
         now = self._clock()
         for job in jobs:
             self._last_load = job.job_id
-            self._start(Load(job, now + self._load_timeout_s, now, ready), self._loading)
+            self._start(Load(job, now + self._timeout_of(job), now, ready), self._loading)
+
+    def _timeout_of(self, job: LoadJob) -> float:
+        most_s = self._load_timeout_s
+        return most_s if job.timeout_s is None else min(most_s, job.timeout_s)
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
         """Queue saves of blocks that the forward before this call has filled."""
@@ -209,10 +210,12 @@ class WorkerCore:
                 self._end(task)
 
     def wait_layer_load(self, layer_name: str) -> None:
-        """Loads end between steps: a step never waits for one (`LayerwiseWorker` does)."""
+        """Do nothing: loads end between steps, and a step never waits for one (`LayerwiseWorker`
+        does)."""
 
     def layer_written(self, layer_name: str, jobs: Sequence[SaveJob]) -> None:
-        """Saves start when the whole forward is done (those of `LayerwiseWorker` do not)."""
+        """Do nothing: saves start when the whole forward is done (those of `LayerwiseWorker` do
+        not)."""
 
     def _start(self, task: Any, on: WorkThread[Any]) -> None:
         with self._lock:
@@ -222,13 +225,13 @@ class WorkerCore:
             self._end(task)
 
     def cancel_loads(self, request_ids: Iterable[str]) -> None:
-        """End the loads of requests that are gone; each is still reported once."""
-        gone = set(request_ids)
-        if not gone:
+        """End the loads of requests that have ended; each is still reported once."""
+        ended_ids = set(request_ids)
+        if not ended_ids:
             return
         with self._lock:
             for task in list(self._active):
-                if isinstance(task, Load) and task.job.request_id in gone:
+                if isinstance(task, Load) and task.job.request_id in ended_ids:
                     # From now on late: the next poll between two copies ends it.
                     task.deadline = self._clock()
                     task.why = metrics.ABORTED
@@ -272,7 +275,7 @@ class WorkerCore:
             try:
                 task.guard.end(max(0.0, give_up_at - self._clock()))
             except InternalError as e:
-                log.warning("a transfer goes on: %s", e)
+                log.warning("a transfer of request %s goes on: %s", job_name(task.job), e)
                 continue
             task.why = metrics.ABORTED
             self._end(task)
@@ -300,9 +303,10 @@ class WorkerCore:
                 self._report_failures(task, report)
             else:
                 transfers.report_save(task, report, self._groups)
+        report.reads = self._paces.take()
         there = self._vram_open()
-        if there != self._vram_told:
-            self._vram_told = report.vram[self._rank] = there
+        if there != self._vram_reported:
+            self._vram_reported = report.vram[self._rank] = there
         return report
 
     def _report_failures(self, task: Load, report: WorkerReport) -> None:
@@ -355,12 +359,28 @@ class WorkerCore:
     # The loading thread
 
     def _load(self, task: Any) -> None:
+        self._load_one(task)
+        while self._far:
+            self._load_one(self._far.popleft())
+
+    def _load_near(self, store: BlockStore) -> None:
+        """Carry out loads from this host's memory that wait behind one from elsewhere."""
+        while len(self._far) < LOAD_JOBS_MAX:
+            task = self._loading.next_waiting()
+            if task is None:
+                return
+            if far_of(store, self._groups, task.job.blocks):
+                self._far.append(task)
+            else:
+                self._load_one(task)
+
+    def _load_one(self, task: Load) -> None:
         store: BlockStore | None = None
         try:
             store = self._run_load(task)
         except Exception:
             task.why = metrics.ERROR
-            log.exception("load failed")
+            log.exception("a load of request %s failed", job_name(task.job))
         finally:
             self._end(task)
         if store is not None:  # behind the end: the request need not wait for it
@@ -373,20 +393,51 @@ class WorkerCore:
             task.why = MissReason.NO_STORE
             return None
         self._blocks[0].wait_ready(task.ready)
-        for window in windows(self._groups, task.job.blocks, LOAD_STAGING_BYTES):
-            timeout_s = task.deadline - self._clock()
-            views = store.views(found_in(self._groups, window), self._staging, timeout_s)
-            for batch in alike(window, self._blocks[0].batch_blocks):
-                # A block after a failed one is of no use: the engine recomputes from there.
-                if task.guard.ended or self._clock() >= task.deadline:
-                    return None
-                loaded = transfers.load_blocks(self._groups, self._blocks, task, batch, views)
-                task.loaded += loaded
-                if loaded < len(batch):
-                    if not task.guard.ended and self._clock() < task.deadline:
-                        task.why = MissReason.LOAD_FAILED
-                    return None
+        blocks, groups, paces = task.job.blocks, self._groups, self._paces
+        sizes = [bytes_of(groups, block) for block in blocks]
+        far = far_of(store, groups, blocks)
+        took_s = 0.0
+        while task.loaded < len(blocks):
+            task.tier = min(far, default=Tier.HOST).partition(":")[0]
+            room, patience_s = paces.next_read(
+                far, sum(sizes), task.job.compute_s, LOAD_STAGING_BYTES
+            )
+            window = next(windows(groups, blocks[task.loaded :], room))
+            before, began = task.loaded, self._clock()
+            until = min(task.deadline, began + patience_s)
+            whole = self._load_window(task, window, store, until)
+            window_s = self._clock() - began
+            loaded, took_s = task.loaded - before, took_s + window_s
+            late = began + window_s >= until
+            if whole or late:
+                paces.measured(store, groups, window, loaded, window_s)
+            if not whole:
+                if not task.guard.ended and self._clock() < task.deadline:
+                    task.why = MissReason.SLOWER if late else MissReason.LOAD_FAILED
+                return None
+            left, by_request = sum(sizes[task.loaded :]) / sum(sizes), self._layout.fails_by_request
+            if far and takes_too_long(left, took_s, task.job.compute_s, by_request=by_request):
+                task.why = MissReason.SLOWER
+                return None
+            if far:
+                self._load_near(store)
         return store
+
+    def _load_window(
+        self, task: Load, window: Sequence[LoadBlock], store: BlockStore, until: float
+    ) -> bool:
+        """Load blocks whose views may be open at the same time. Return whether all came by then."""
+        timeout_s = until - self._clock()
+        views = store.views(found_in(self._groups, window), self._staging, timeout_s)
+        for batch in alike(window, self._blocks[0].batch_blocks):
+            # A block after a failed one is of no use: the engine recomputes from there.
+            if task.guard.ended or self._clock() >= until:
+                return False
+            loaded = transfers.load_blocks(self._groups, self._blocks, task, batch, views)
+            task.loaded += loaded
+            if loaded < len(batch):
+                return False
+        return True
 
     def _touch(self, task: Load, store: BlockStore) -> None:
         store.touch([found.key for found in found_in(self._groups, task.job.blocks)])
@@ -405,21 +456,22 @@ class WorkerCore:
             why = self._run_saves(tasks)
         except KVStoreError as e:
             why = transfers.why_of(e)
-            self._say_dropped(len(tasks), e)
+            self._say_dropped([task.job for task in tasks], e)
         except Exception as e:
             why = transfers.why_of(e)
-            log.exception("%d saves dropped", len(tasks))
+            log.exception("saves dropped, of requests %s", transfers.names(t.job for t in tasks))
         finally:
             for task in tasks:
                 task.why = task.why or why
                 self._end(task)
 
-    def _say_dropped(self, jobs: int, why: Exception | str) -> None:
-        self._dropped += jobs
+    def _say_dropped(self, jobs: Sequence[SaveJob], why: Exception | str) -> None:
+        self._dropped += len(jobs)
         now = self._clock()
         if now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
-            log.warning("%d save jobs dropped so far, the last one because: %s", self._dropped, why)
+            text = "%d save jobs dropped so far, the last ones, of requests %s, because: %s"
+            log.warning(text, self._dropped, transfers.names(jobs), why)
 
     def _run_saves(self, tasks: Sequence[Save]) -> str:
         """Return why all of them were given up; empty when they were not."""
@@ -427,18 +479,24 @@ class WorkerCore:
         if store is None:
             return MissReason.NO_STORE
         for group, blocks in self._batches(tasks):
+            with self._lock:  # loads first: a request waits for each
+                self._wake.wait_for(self._loads_ended, SAVE_YIELD_S)
             self._save_batch(store, group, blocks)
         self._touch_runs(tasks, store)
         return ""
 
+    def _loads_ended(self) -> bool:
+        return not any(isinstance(task, Load) for task in self._active)
+
     def _touch_runs(self, tasks: Sequence[Save], store: BlockStore) -> None:
-        """What a save continues was used with it: were the end of a prefix the last that was
-        used, its head would be evicted first, and the rest be worth nothing."""
+        """Touch the blocks before each save together with its own. If the end of a prefix were used
+        last, its head would be evicted first, and the rest would be worth nothing."""
         for task in tasks:
             for number, group in enumerate(self._groups if task.job.before else ()):
                 own = (block for block in task.job.blocks if block.group == number)
                 before = task.job.before[number][group.shard]
-                store.touch([*before, *(block.keys[group.shard] for block in own)])
+                keys = [*before, *(block.keys[group.shard] for block in own)]
+                store.touch(keys, saved=True)
 
     def _batches(
         self, tasks: Sequence[Save]
@@ -457,7 +515,8 @@ class WorkerCore:
     def _save_batch(
         self, store: BlockStore, group: GroupReads, blocks: Sequence[tuple[Save, SaveBlock]]
     ) -> None:
-        """One reserve, one copy per block that the store does not have, one commit."""
+        """Save a batch by one reserve, one copy per block that the store does not have, and one
+        commit."""
         reserved = self._reserve(store, group, blocks)
         with ExitStack() as undo:
             undo.callback(store.abort, [entry.reservation for entry in reserved])
@@ -472,7 +531,7 @@ class WorkerCore:
     def _reserve(
         self, store: BlockStore, group: GroupReads, blocks: Sequence[tuple[Save, SaveBlock]]
     ) -> list[Reserved]:
-        """Slots for those of the blocks that the store does not have; one request."""
+        """Reserve slots, in one request, for those of the blocks that the store does not have."""
         wanted = {
             block.keys[group.shard]: (task, block) for task, block in blocks if not task.guard.ended
         }

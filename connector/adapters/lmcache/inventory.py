@@ -11,7 +11,7 @@ from kvstore import UsageError
 
 
 class ChunkKey(Protocol):
-    """Shows what is used here of any key of LMCache's. It is hashable."""
+    """The part of any LMCache key that is used here. It is hashable."""
 
     model_name: str
 
@@ -46,25 +46,25 @@ class Inventory(Generic[_Key]):
     def add(self, keys: Sequence[_Key], sizes_bytes: Sequence[int]) -> list[Stored[_Key]]:
         """Remember what was stored; returns what is not to be counted any more: former lives of
         the same keys, and the oldest, for which there is no room."""
-        gone: list[Stored[_Key]] = []
+        dropped: list[Stored[_Key]] = []
         with self._lock:
             for key, size_bytes in zip(keys, sizes_bytes, strict=True):
                 former = self._stored.pop(key, None)
                 if former is not None:
-                    gone.append(former)
+                    dropped.append(former)
                 self._number += 1
                 self._stored[key] = Stored(key, size_bytes, self._number)
             while len(self._stored) > self._most:
-                gone.append(self._stored.pop(next(iter(self._stored))))
-        return gone
+                dropped.append(self._stored.pop(next(iter(self._stored))))
+        return dropped
 
     def remove(self, chunks: Iterable[Stored[_Key]]) -> list[Stored[_Key]]:
         """Forget these, unless they were stored again meanwhile; returns which were known."""
         with self._lock:
-            gone = [c for c in chunks if self._stored.get(c.key) == c]
-            for chunk in gone:
+            dropped = [c for c in chunks if self._stored.get(c.key) == c]
+            for chunk in dropped:
                 del self._stored[chunk.key]
-        return gone
+        return dropped
 
     def of(self, keys: Iterable[_Key]) -> list[Stored[_Key]]:
         """Return what is known of `keys`."""

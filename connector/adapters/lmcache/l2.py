@@ -11,7 +11,6 @@ Settings are listed in docs/engines.md.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -31,11 +30,7 @@ from connector.build import open_store
 from connector.limits import (
     INVENTORY_CHECK_KEYS,
     LIST_PAGE_KEYS_MAX,
-    LOCK_TIMEOUT_S,
-    LOCKED_KEYS_MAX,
-    TASK_THREADS_DEFAULT,
-    TASK_THREADS_MAX,
-    TIMEOUT_S_MAX,
+    TASK_THREADS,
 )
 from connector.pages.locks import Locks
 from connector.pages.pages import Pages, is_there
@@ -53,6 +48,7 @@ with names_of_lmcache():
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
+CAPACITY = "max_capacity_gb"
 CAPACITY_GB_MAX = 1 << 20
 
 
@@ -66,16 +62,13 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """
 
     def __init__(self, params: Mapping[str, object], l1_memory_desc: object = None) -> None:
-        own = {name: params[name] for name in params if name not in _OWN_SETTINGS}
+        own = {name: params[name] for name in params if name != CAPACITY}
         config = ConnectorSettings.from_extra(own, where="adapter_params", only=STORE_SETTINGS)
-        values = _own_settings(params)
-        super().__init__(max_capacity_bytes=int(values["max_capacity_gb"] * (1 << 30)))
+        super().__init__(max_capacity_bytes=_capacity_bytes(params.get(CAPACITY, 0)))
         chunks = namespace(config, "lmcache")
         self._store = open_store(config)
         self._pages = Pages(self._store, chunks)
-        self._locks = Locks(
-            self._store, most=int(values["locked_keys_max"]), timeout_s=values["lock_timeout_s"]
-        )
+        self._locks = Locks(self._store)
         self._inventory: Inventory[ObjectKey] = Inventory()
         self._events = [create_event_notifier() for _ in range(3)]
         stored, looked_up, loaded = self._events
@@ -83,9 +76,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._looked_up: Results[Bitmap] = Results(_signal(looked_up))
         self._loaded: Results[Bitmap] = Results(_signal(loaded))
         self._lookups = TaskThreads("kvstore-lmcache", self._clean_up)
-        self._copies = TaskThreads(
-            "kvstore-lmcache-copy", lambda: None, int(values["parallel_tasks"])
-        )
+        self._copies = TaskThreads("kvstore-lmcache-copy", lambda: None, TASK_THREADS)
         self._closed = False
 
     def get_store_event_fd(self) -> int:
@@ -146,7 +137,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._looked_up.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Give each lock back once. What the node cannot be told now it learns when it is
+        """Give each lock back once. A node that cannot be reached now hears of it when it is
         reached again."""
         self._lookups.submit(
             lambda: self._locks.unlock(self._pages.keys(names(keys))), lambda: None, urgent=True
@@ -201,7 +192,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def delete(self, keys: list[ObjectKey]) -> None:
         """Drop chunks wherever they are, those of other servers too; what is locked here stays.
 
-        What could not be asked of a node is counted on, so that LMCache asks again.
+        Chunks of a node that could not be asked stay counted, so that LMCache asks again.
         """
         free = [
             (key, chunk)
@@ -236,17 +227,17 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._notify_keys_stored(keys, sizes_bytes)
         self._uncount(self._inventory.add(keys, sizes_bytes))
 
-    def _uncount(self, gone: Sequence[Stored[ObjectKey]]) -> None:
-        if gone:
-            self._notify_keys_deleted([c.key for c in gone], [c.size_bytes for c in gone])
+    def _uncount(self, dropped: Sequence[Stored[ObjectKey]]) -> None:
+        if dropped:
+            self._notify_keys_deleted([c.key for c in dropped], [c.size_bytes for c in dropped])
 
     def _check(self, chunks: Sequence[Stored[ObjectKey]]) -> list[Stored[ObjectKey]]:
         """Return which of `chunks` are still there. What the nodes have evicted is counted no more;
         while the index does not answer, nothing counts as evicted."""
         found = self._store.lookup(self._pages.keys(names([c.key for c in chunks])))
-        gone = [c for c, where in zip(chunks, found, strict=True) if where is None]
+        dropped = [c for c, where in zip(chunks, found, strict=True) if where is None]
         if found.short is None:
-            self._uncount(self._inventory.remove(gone))
+            self._uncount(self._inventory.remove(dropped))
         return [c for c, where in zip(chunks, found, strict=True) if where is not None]
 
     # The rest
@@ -282,7 +273,7 @@ class _Event(Protocol):
 
 
 def _signal(event: _Event) -> Callable[[], None]:
-    """A task that ends after `close` has nobody left to tell."""
+    """Return what notifies `event`. A task that ends after `close` has nobody left to notify."""
 
     def signal() -> None:
         with suppress(OSError, ValueError):
@@ -299,26 +290,10 @@ def _bitmap(bits: Sequence[bool]) -> Bitmap:
     return bitmap
 
 
-_OWN_SETTINGS = {
-    "locked_keys_max": (LOCKED_KEYS_MAX, 1, LOCKED_KEYS_MAX),
-    "lock_timeout_s": (LOCK_TIMEOUT_S, 1e-3, TIMEOUT_S_MAX),
-    "parallel_tasks": (TASK_THREADS_DEFAULT, 1, TASK_THREADS_MAX),
-    "max_capacity_gb": (0, 0, CAPACITY_GB_MAX),
-}
-"""Name: default, least, most."""
-
-
-def _own_settings(params: Mapping[str, object]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for name, (default, least, most) in _OWN_SETTINGS.items():
-        value = params.get(name, default)
-        number = math.nan  # which lies in no range
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = value
-        if not least <= number <= most:
-            raise UsageError(name, value, f"must be a number from {least:g} to {most:g}")
-        values[name] = number
-    return values
+def _capacity_bytes(gb: object) -> int:
+    if not isinstance(gb, int | float) or isinstance(gb, bool) or not 0 <= gb <= CAPACITY_GB_MAX:
+        raise UsageError(CAPACITY, gb, f"must be a number from 0 to {CAPACITY_GB_MAX}")
+    return int(gb * (1 << 30))
 
 
 check_interface(

@@ -14,7 +14,7 @@ from kvstore import Namespace, UsageError, tenant_salt
 
 
 class ObjectKey(Protocol):
-    """Shows what is used of a key of LMCache's server. It is hashable."""
+    """The part of a key of LMCache's server that is used. It is hashable."""
 
     chunk_hash: bytes
     model_name: str
@@ -26,7 +26,7 @@ class ObjectKey(Protocol):
 
 
 class EngineKey(Protocol):
-    """Shows what is used of a key of LMCache inside an engine. It is hashable."""
+    """The part of a key of LMCache inside an engine that is used. It is hashable."""
 
     model_name: str
 
@@ -34,7 +34,7 @@ class EngineKey(Protocol):
 
 
 class MemoryFormat(Protocol):
-    """Shows what is used of an object's description: one shape and dtype, or a list of each."""
+    """The part of an object's description that is used: one shape and dtype, or a list of each."""
 
     shape: Sequence[int]
     dtype: object
@@ -43,7 +43,7 @@ class MemoryFormat(Protocol):
 
 
 class MemoryObject(Protocol):
-    """Shows what is used of a piece of LMCache's memory."""
+    """The part of a piece of LMCache's memory that is used."""
 
     @property
     def byte_array(self) -> bytearray | memoryview: ...
@@ -60,8 +60,9 @@ class MemoryObject(Protocol):
 OBJECT_VERSION = 1
 """Grows when the same fields come to mean other bytes."""
 FORMAT_BYTES = 16
-"""At the end of each payload: what kind of object it is. LMCache's keys do not tell dtypes apart,
-and at a lookup it may not know them; so objects of another kind are found but not loaded."""
+"""Bytes at the end of each payload that say what kind of object it is. LMCache's keys do not tell
+dtypes apart, and at a lookup it may not know them. So objects of another kind are found but not
+loaded."""
 
 
 def namespace(config: ConnectorSettings, engine: str, **more: Field) -> Namespace:
@@ -95,7 +96,7 @@ def names(keys: Sequence[ObjectKey]) -> list[bytes]:
 
 
 def engine_names(keys: Sequence[EngineKey]) -> list[bytes]:
-    """The same for a `CacheEngineKey` or `LayerCacheEngineKey`, whose text has all of it."""
+    """Return the names for `CacheEngineKey` or `LayerCacheEngineKey`, whose text has all of it."""
     return [_digest([type(k).__name__, k.to_string()]) for k in keys]
 
 

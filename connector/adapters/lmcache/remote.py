@@ -35,12 +35,13 @@ from connector.limits import (
     LIST_PAGE_KEYS_MAX,
     LOAD_STAGING_BYTES,
     SAVE_BATCH_BLOCKS,
-    TASK_THREADS_DEFAULT,
+    TASK_THREADS,
 )
 from connector.pages.pages import Pages, is_there, scatter
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import TaskThreads
-from kvstore import BlockRef, DaemonThreads, PeerError, PutStatus, in_batches
+from kvstore import PeerError, PutStatus
+from kvstore.spi import BlockRef, DaemonThreads, in_batches
 
 with names_of_lmcache():
     from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
@@ -59,7 +60,7 @@ log = logging.getLogger(f"kvstore.{__name__}")
 T = TypeVar("T")
 PLUGIN = "kvstore"
 _LOADER_SETTINGS = ("module_path", "class_name")
-"""What LMCache itself reads of a plug-in's settings."""
+"""Settings of a plug-in that LMCache itself reads."""
 
 
 class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
@@ -106,7 +107,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         self._store = open_store(config)
         self._pages = Pages(self._store, chunks)
         self._inventory: Inventory[EngineKey] = Inventory()
-        self._tasks = TaskThreads("kvstore-lmcache", lambda: None, TASK_THREADS_DEFAULT)
+        self._tasks = TaskThreads("kvstore-lmcache", lambda: None, TASK_THREADS)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -163,8 +164,8 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_async_contains(self, lookup_id: str, keys: list[EngineKey], pin: bool) -> int:
-        """`batched_contains`. `pin` does nothing, as with all of LMCache's remote storage: a chunk
-        that is evicted meanwhile is a miss."""
+        """Do `batched_contains`. `pin` does nothing, as with all of LMCache's remote storage: a
+        chunk that is evicted meanwhile is a miss."""
         return await self._do(lambda: self.batched_contains(keys), 0)
 
     # Loading
@@ -272,7 +273,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     # The rest
 
     def remove_sync(self, key: EngineKey) -> bool:
-        """Drop a chunk wherever it is; whether it was there."""
+        """Drop a chunk wherever it is. Return whether it was there."""
         try:
             (dropped,) = self._store.drop(self._pages.keys(engine_names([key])))
         except PeerError as e:

@@ -13,8 +13,8 @@ class Hits:
         self.run = leading(kv)
         """Pages of the main pool's leading run."""
         self.restorable = list(range(1, self.run + 1))
-        """Not every shorter one of a length that can be restored can be too: a pool that needs
-        the end of a prefix only may have the end of the longer one."""
+        """Lengths that can be restored. A shorter one is not always among them: a pool that needs
+        only the end of a prefix may have the end of the longer one alone."""
         self.by_pool: dict[Hashable, int] = {}
         """The longest prefix for each pool beside the main one, whatever the others have."""
 
@@ -33,7 +33,7 @@ class Hits:
 
     @property
     def longest(self) -> int:
-        """Pages of the longest prefix that all of them can restore."""
+        """Return the pages of the longest prefix that all of them can restore."""
         return self.restorable[-1] if self.restorable else 0
 
 

@@ -6,35 +6,36 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.pages.pages import Pages, Parts, is_there, memory_at, pages_at
-from kvstore import BlockRef, HostBlockStore, Key, Namespace, UsageError
+from kvstore import Namespace, UsageError
+from kvstore.spi import BlockRef, HostBlockStore, Key
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 
 MARKER = b"\x01"
-"""What stands for a page of a pool that has no memory of its own (DeepSeek-V4's): that the page
-was saved is all there is to know of it."""
+"""Stands for a page of a pool that has no memory of its own (DeepSeek-V4's): only the fact that the
+page was saved matters."""
 
 
 class PoolMemory(NamedTuple):
     """Memory of some pages: the pool's own, or what SGLang copies from or to."""
 
     pieces: list[list[Parts]]
-    """For each piece of a page the parts of each page."""
+    """For each piece of a page, the parts of each page."""
     flat: Sequence[torch.Tensor] = ()
-    """Tensors that the parts lie in, when they are not the pool's."""
+    """Tensors that contain the parts, when these are not in the pool."""
 
 
 class PageForm(NamedTuple):
-    """What SGLang gives a storage of a page of some pool."""
+    """What SGLang tells a storage of a page of some pool."""
 
     sizes_bytes: list[int]
-    """Of each part."""
+    """Size of each part."""
     flat: bool = False
-    """SGLang copies each page whole, because its memory cannot be named."""
+    """Whether SGLang copies each page whole, because its memory cannot be named."""
     empty: bool = False
-    """There is no memory: DeepSeek-V4's pool of whole tokens only counts them."""
+    """Whether there is no memory: DeepSeek-V4's pool of whole tokens only counts them."""
 
 
 class PoolPages:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 
 LOADER_NAMES = ("backend_name", "module_path", "class_name", "interface_v1")
-"""What SGLang itself reads of the extra configuration and leaves in it."""
+"""Settings of the extra configuration that SGLang itself reads and leaves in it."""
 PAGE_VERSION = 1
 """Grows when the same fields come to mean other bytes."""
 KV, MAMBA, DRAFT = "kv", "mamba", "draft"
-"""SGLang's names of its main pool, of one that ranks never share, and how a draft model's begin."""
+"""SGLang's names of its main pool, of a pool that ranks never share, and how a draft model's
+begin."""
 
 _POOL_NUMBERS = (
     "layer_num",
@@ -39,14 +40,15 @@ _POOL_NUMBERS = (
     "num_mamba_layers",
     "indexer_page_stride_size",
 )
-"""Of the host pool; those that a kind of pool does not have are null in the namespace."""
+"""Numbers of the host pool; those that a kind of pool lacks are null in the namespace."""
 _OF_ALL_HEADS = ("head_num", "size_per_token")
-"""Of these numbers, what counts all heads of a rank."""
+"""The numbers among them that count all heads of a rank."""
 _POOL_SHAPES = ("temporal_state_shape", "conv_state_shapes")
 
 
 def settings(extra: Mapping[str, Any] | None) -> ConnectorSettings:
-    """Ours of `--hicache-storage-backend-extra-config`. Raises `UsageError` for unknown ones."""
+    """Return our settings of `--hicache-storage-backend-extra-config`. Raises `UsageError` for
+    unknown ones."""
     ours = {name: value for name, value in (extra or {}).items() if name not in LOADER_NAMES}
     where = "hicache_storage_backend_extra_config"
     return ConnectorSettings.from_extra(ours, where=where, only=STORE_SETTINGS)
@@ -90,13 +92,13 @@ def page_namespaces(
     name: str = KV,
     sizes_bytes: Sequence[int] = (),
 ) -> list[Namespace]:
-    """Everything that must match for a page, or each of its pieces (`head_groups`), to be
+    """Return everything that must match for a page, or each of its pieces (`head_groups`), to be
     reusable; SGLang's hash covers the tokens, the LoRA and the salt alone.
 
-    `storage` is its HiCacheStorageConfig and `pool` the host pool `name`. `engine` has
-    what only the process knows: version, weights, overrides, dtypes. `interface`
-    ("v1" or "flat") decides the order of the bytes in a page, whose parts have
-    `sizes_bytes`. Raises `UsageError` for what cannot be told apart from something else.
+    `storage` is its HiCacheStorageConfig and `pool` the host pool `name`. `engine` has what only
+    the process knows: version, weights, overrides, dtypes. `interface` ("v1" or "flat") decides the
+    order of the bytes in a page, whose parts have `sizes_bytes`. Raises `UsageError` for what
+    cannot be told apart from something else.
     """
     if getattr(storage, "dcp_size", 1) != 1:
         raise UsageError("dcp_size", storage.dcp_size, "must be 1: sequence shards are not stored")

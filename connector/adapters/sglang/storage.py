@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-    from kvstore import Key, Namespace
+    from kvstore import Namespace
+    from kvstore.spi import Key
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
@@ -66,7 +67,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._v1: PoolPages | None = None
         self._flat: Pages | None = None
         self._pools: dict[str, PoolPages] = {}
-        """Those that hybrid and draft models have beside the KV pool."""
+        """Pools that hybrid and draft models have beside the KV pool."""
         self._prefetched: deque[tuple[int, float]] = deque(maxlen=SAMPLES_MAX)
         self._backed_up: deque[tuple[int, float]] = deque(maxlen=SAMPLES_MAX)
 
@@ -145,7 +146,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: object = None
     ) -> dict[PoolName, list[bool]]:
-        """Copy pages from the store into several pools; whether each is in place and whole."""
+        """Copy pages from the store into several pools. Return whether each is in place and
+        whole."""
         return {
             t.name: self._each(t, lambda pages, *what: pages.load(*what, run=False))
             for t in transfers
@@ -154,7 +156,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: object = None
     ) -> dict[PoolName, list[bool]]:
-        """Copy pages of several pools into the store; whether each is there."""
+        """Copy pages of several pools into the store. Return whether each is there."""
         return {t.name: self._each(t, PoolPages.save) for t in transfers}
 
     def _each(
@@ -178,10 +180,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
-        """Copy pages from the store into the host pool; whether each is in place and whole.
+        """Copy pages from the store into the host pool. Return whether each is in place and whole.
 
-        `host_indices` are `page_size` token slots a key. After the first page
-        that the index does not know all are False, as SGLang stops there.
+        `host_indices` are `page_size` token slots a key. After the first page that the index does
+        not know all are False, as SGLang stops there.
         """
         started = time.monotonic()
         loaded = self._of(KV).load(_names(keys), host_indices, run=True)
@@ -191,7 +193,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
-        """Copy pages of the host pool into the store; whether each is there."""
+        """Copy pages of the host pool into the store. Return whether each is there."""
         started = time.monotonic()
         saved = self._of(KV).save(_names(keys), host_indices)
         self._backed_up.append((sum(saved), time.monotonic() - started))
@@ -202,7 +204,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """`target_location`, a contiguous CPU tensor, filled with the page; None on a miss."""
+        """Return `target_location`, a contiguous CPU tensor, filled with the page; None on a
+        miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -282,7 +285,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             log.warning("kvstore: pages are not cleared everywhere: %s", why)
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages and GB/s of every transfer since the last call, if SGLang collects them."""
+        """Return pages and GB/s of every transfer since the last call, if SGLang collects them."""
         if not self._storage.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics

@@ -11,7 +11,7 @@ PLACES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
 )
-"""Newest first."""
+"""Modules in which the interface may be, newest first."""
 
 
 def _interface() -> ModuleType:
@@ -29,7 +29,7 @@ WorkerBase: Any = _found.KvCacheConnectorWorker
 
 
 class LayerGroup(Protocol):
-    """Shows what is used of a layer group of a KV cache."""
+    """The part of a layer group of a KV cache that is used."""
 
     window_size: int | None
     regions: Sequence[object]
@@ -37,13 +37,13 @@ class LayerGroup(Protocol):
 
 
 class KvCacheLayout(Protocol):
-    """Shows what is used of a KV cache's description."""
+    """The part of a KV cache's description that is used."""
 
     groups: Sequence[LayerGroup]
 
 
 class LlmRequest(Protocol):
-    """Shows what is used of a request of the executor's."""
+    """The part of a request of the executor that is used."""
 
     request_id: int
 
@@ -51,7 +51,7 @@ class LlmRequest(Protocol):
 
 
 class RequestData(Protocol):
-    """Shows what is used of what a step says about a request."""
+    """The part of a step's data about a request that is used."""
 
     request_id: int
     new_tokens: Sequence[int]
@@ -61,7 +61,7 @@ class RequestData(Protocol):
 
 
 class SchedulerOutput(Protocol):
-    """Shows what is used of what a step computes."""
+    """The part of a step's plan that is used."""
 
     new_requests: Sequence[RequestData]
     cached_requests: Sequence[RequestData]

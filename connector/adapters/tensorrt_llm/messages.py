@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore import BlockRef
+from kvstore.spi import BlockRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Orders:
     """Holds what every worker does in one step. It is pickled."""
 
     loads: tuple[Run, ...] = field(default=())
-    """Before the forward."""
+    """Loads to do before the forward."""
     saves: tuple[Run, ...] = field(default=())
-    """After the forward, which computes the last of their tokens or has them from before."""
+    """Saves to do after the forward, which computes the last of their tokens or has them from
+    before."""

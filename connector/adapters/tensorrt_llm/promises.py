@@ -20,7 +20,8 @@ from connector.limits import (
 from connector.pages.pages import Pages
 from connector.scheduler.prefetching import PrefetchBlock, bring
 from connector.work_thread import WorkThread
-from kvstore import BlockRef, BlockStore, Key, KVStoreError, Tier, in_batches
+from kvstore import KVStoreError
+from kvstore.spi import BlockRef, BlockStore, Key, Tier, in_batches
 
 log = logging.getLogger(f"kvstore.{__name__}")
 

@@ -22,13 +22,14 @@ from connector.adapters.tensorrt_llm.promises import Promises
 from connector.adapters.tensorrt_llm.shape import check, salt_of, why_not
 from connector.adapters.tensorrt_llm.worker import shared
 from connector.layout.block_hashes import extend
-from kvstore import BlockRef, UsageError
+from kvstore import UsageError
+from kvstore.spi import BlockRef
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
 HELD_STEPS = 3
-"""After so many more steps every rank has loaded what it was told: the forward of the step needs
-all ranks, and the engine runs at most one step ahead of its results."""
+"""Steps after which every rank has loaded what it was told: the forward of the step needs all
+ranks, and the engine runs at most one step ahead of its results."""
 
 
 @dataclass(slots=True)
@@ -41,16 +42,16 @@ class _Request:
     """Whether anything of it may be loaded or saved."""
     names: list[bytes]
     promise: int
-    """Number of what it was offered: one that starts again has another."""
+    """Number of the promise it was offered; a request that starts again gets another."""
     tokens: list[int] = field(default_factory=list)
-    """As the engine has reported them."""
+    """Tokens as the engine has reported them."""
     blocks: list[int] = field(default_factory=list)
     first: int = 0
     """Blocks that the engine had itself."""
     promised: int = 0
-    """Blocks after these that it was offered."""
+    """Blocks after these that were offered."""
     refs: list[tuple[BlockRef, ...]] = field(default_factory=list)
-    """Where these are, for each rank."""
+    """Where the offered blocks are, for each rank."""
     saved: int = 0
     """Blocks that are saved, or need not be."""
     reported: bool = False
@@ -68,10 +69,10 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         self._requests: dict[int, _Request] = {}
         self._step = 0
         self._made = 0
-        """Promises until now."""
+        """Number of promises so far."""
         self._ends_at: deque[tuple[int, int]] = deque()
-        """Step from which on a promise is over whose blocks ranks were told to load, and its
-        number; in order. Its request may have ended, or started again, before."""
+        """(step, promise) in order: from that step on the promise is over whose blocks ranks were
+        told to load. Its request may have ended, or started again, before."""
 
     def _ready(self) -> Promises | None:
         """Return where the worker of this process has its pool: without one nothing is known of
@@ -97,7 +98,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         why = why_not(request)
         salt = salt_of(request)
         tokens = list(request.get_tokens(0))
-        names = [] if why else self._names([], tokens, salt)
+        names = [] if why else self._names([], tokens, salt, id_)
         self._made += 1
         state = _Request(request, salt, not why, names, self._made)
         self._requests[id_] = state
@@ -175,7 +176,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         else:
             state.promised = begin - first
         if not state.promised:
-            self._end_unless_told(state)
+            self._end_if_not_ordered(state)
 
     def _note(self, state: _Request, data: RequestData) -> None:
         state.tokens += data.new_tokens
@@ -193,7 +194,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         full = min(end, len(state.tokens)) // size
         if full <= state.saved:
             return
-        state.names = self._names(state.names, state.tokens[: full * size], state.salt)
+        state.names = self._names(state.names, state.tokens[: full * size], state.salt, id_)
         if run := self._run(id_, state, state.saved, min(full, len(state.names))):
             saves.append(run)
         state.saved = full
@@ -206,7 +207,7 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
         end: int,
         refs: Sequence[tuple[BlockRef, ...]] = (),
     ) -> Run | None:
-        """Blocks `first` to `end` that the engine has a place for, and where these are."""
+        """Return blocks `first` to `end` that the engine has a place for, and where these are."""
         known = range(first, min(end, len(state.names), len(state.blocks)))
         # Behind a window there is no place, and nobody reads.
         placed = [i for i in known if state.blocks[i] >= 0]
@@ -219,20 +220,22 @@ class KVStoreScheduler(SchedulerBase):  # type: ignore[misc]
             tuple(tuple(row[i - first] for i in placed) for row in refs),
         )
 
-    def _names(self, known: list[bytes], tokens: list[int], salt: str | int | None) -> list[bytes]:
+    def _names(
+        self, known: list[bytes], tokens: list[int], salt: str | int | None, id_: int = 0
+    ) -> list[bytes]:
         extra: Callable[[int, int], object] = lambda first, end: salt  # noqa: E731
         try:
             return extend(known, tokens, self._block_tokens, extra)
         except UsageError as e:
-            log.warning("a request is neither loaded nor saved: %s", e)
+            log.warning("request %d is neither loaded nor saved: %s", id_, e)
             return []
 
     def _forget(self, id_: int) -> None:
         state = self._requests.pop(id_, None)
         if state is not None:
-            self._end_unless_told(state)
+            self._end_if_not_ordered(state)
 
-    def _end_unless_told(self, state: _Request) -> None:
+    def _end_if_not_ordered(self, state: _Request) -> None:
         """Let the blocks go that it was offered, unless ranks may be loading them just now."""
         if self._promises is not None and not state.reported:
             self._promises.end(state.promise)

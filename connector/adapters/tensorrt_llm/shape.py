@@ -158,7 +158,7 @@ NOT_STORED = (
     "encoder_input_features",
     "position_ids",
 )
-"""What else shapes the KV of a request, and is not in its tokens: such a request is computed."""
+"""Inputs that shape the KV of a request and are not in its tokens; such a request is computed."""
 
 
 def why_not(request: object) -> str:

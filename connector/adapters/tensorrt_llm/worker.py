@@ -25,25 +25,26 @@ from connector.adapters.tensorrt_llm.shape import (
 )
 from connector.build import open_store
 from connector.pages.pages import Pages, Parts, memory_at
-from kvstore import KVStoreError, NodeUnavailableError, PutStatus, UsageError, in_batches
+from kvstore import KVStoreError, PutStatus, UsageError
+from kvstore.spi import NodeUnavailableError, in_batches
 
 if TYPE_CHECKING:
     import torch
 
-    from kvstore import BlockSession
+    from kvstore.spi import BlockSession
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
 STAGED_BLOCKS = 16
 """Engine blocks on a device that are copied through host memory at a time."""
 QUIET_AFTER_FAILURE_S = 5.0
-"""For so long nothing is saved after the node did not answer: each time costs a deadline of the
-engine's thread."""
+"""Time for which nothing is saved after the node did not answer, because each attempt costs a
+deadline of the engine's thread."""
 
 
 @dataclass(slots=True)
 class Side:
-    """What the scheduler of a process needs of its worker."""
+    """The part of a worker that the scheduler of its process needs."""
 
     store: BlockSession
     shards: list[Pages]
@@ -51,7 +52,8 @@ class Side:
 
 
 _sides: dict[int, Side] = {}
-"""By the identity of the arguments that a worker and a scheduler of one engine were made with."""
+"""Sides by the identity of the arguments with which a worker and a scheduler of one engine were
+made."""
 
 
 def shared(llm_args: object) -> Side | None:
@@ -108,8 +110,8 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
         super().register_kv_cache_layout(layout)
 
     def start_load_kv(self, stream: torch.cuda.Stream) -> None:
-        """Read what this step needs into the pool. What cannot be read is said in the forward,
-        where the engine expects errors (docs/engines.md)."""
+        """Read what this step needs into the pool. A block that cannot be read raises in the
+        forward, where the engine expects errors (docs/engines.md)."""
         orders, self._failed = self.get_connector_meta(), None
         self._step = None if orders is self._taken else orders
         self._taken = orders  # a step without requests leaves the last one's orders in place
@@ -145,7 +147,7 @@ class KVStoreWorker(WorkerBase):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return nothing: no load and no save goes on beside the engine."""
+        """Return nothing: loads and saves end within the step."""
         return [], []
 
     def close(self) -> None:

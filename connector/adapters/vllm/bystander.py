@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Bystander:
-    """Answers what the adapter asks of a `WorkerCore`, with the KV of nothing."""
+    """Answers what the adapter asks of a `WorkerCore`, without any KV."""
 
     def __init__(self, *, by_request: bool, layerwise: bool) -> None:
         """`by_request` is `StoreLayout.fails_by_request`, as far as it is known."""

@@ -17,8 +17,10 @@ from connector.layout.prompt_keys import PromptKeys
 from connector.limits import IDLE_WAIT_S
 from connector.messages import BlockTables, StateBlock, StepPlan, WorkerReport
 from connector.scheduler.lockstep import LockstepScheduler
+from connector.scheduler.scheduler import SchedulerCore
 from connector.settings import ConnectorSettings
-from kvstore import Tier, UsageError
+from kvstore import UsageError
+from kvstore.spi import EngineSocket, Tier
 
 with of_vllm():
     from vllm.config import get_current_vllm_config_or_none
@@ -33,6 +35,7 @@ with of_vllm():
     from vllm.logger import init_logger
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+    from connector.adapters.vllm.asked import AskedPrompts
     from connector.adapters.vllm.bystander import Bystander
     from connector.adapters.vllm.engine_hooks import Watcher, watch_engine_core
     from connector.adapters.vllm.events import VllmEvents
@@ -59,7 +62,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from connector.scheduler.scheduler import SchedulerCore
     from connector.worker.worker import WorkerCore
     from kvstore import Explanation
 
@@ -70,9 +72,10 @@ register_vllm()  # for those who name the module: vLLM looks a child's statistic
 HIT_SOURCES = {
     Tier.VRAM: CacheHitSource.DEVICE,
     Tier.HOST: CacheHitSource.HOST,
+    Tier.DISK: CacheHitSource.DISK,
     Tier.OTHER_HOST: CacheHitSource.P2P,
 }
-"""vLLM's DISK is none of them: no node keeps blocks on a disk."""
+"""vLLM's names of tiers."""
 
 
 @dataclass
@@ -110,14 +113,18 @@ class PoolPins:
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignore[misc]
     """Saves full KV blocks to the store and loads those that match a new request's prefix."""
 
+    _socket: EngineSocket | None = None
+
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache is best effort: a dropped save is a future miss, not a lost hand-off."""
+        """Return False: a cache is best effort, and a dropped save is a future miss, not a lost
+        hand-over."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
-        """Layer by layer, Python runs between the layers: a graph of all of them would skip it."""
+        """Return whether graphs must be cut by layer: with `layerwise`, Python runs between the
+        layers, and a graph of all of them would skip it."""
         return bool(extra_config.get("layerwise"))
 
     def __init__(
@@ -131,14 +138,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         self._worker: WorkerCore | Bystander | None = None
         self._requests: dict[str, HashedRequest] = {}
         self._emptied = False
-        """vLLM is emptying its own cache."""
+        """True while vLLM empties its own cache."""
         self._speculative = vllm_config.speculative_config is not None
         self._before_forward: Any = None
         """What loads of the step wait for."""
         self._report = WorkerReport()
-        """What this worker has to say about the step."""
+        """This worker's report of the step."""
         self._shown = self._report
-        """What vLLM is told of it."""
+        """The part of the report that vLLM gets."""
         process = uuid4().hex
         self._numbers: tuple[int, ...] = ()
         """vLLM's numbers of the groups that are stored."""
@@ -211,21 +218,49 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         if self._scheduler is not None:
             pins, blocks = PoolPins(gpu_block_pool), gpu_block_pool.num_gpu_blocks
             self._s.bind_pins(pins, self._shape.workers, blocks, gpu_block_pool.evict_blocks)
+            self._answer_commands(gpu_block_pool)
+
+    def _answer_commands(self, pool: BlockPool) -> None:
+        """Listen to `kvstore explain --engine`; in lock step there is no server, nor a question."""
+        if self._socket is not None or not isinstance(self._scheduler, SchedulerCore):
+            return
+        # Else a prefix is in vLLM's own cache not just as far as its blocks are.
+        one_group = len(self._kv_cache_config.kv_cache_groups) == 1
+        plain = (
+            one_group and not self._speculative and not self._shape.layout(self._config).forgetful
+        )
+        asked = AskedPrompts(
+            self._scheduler,
+            self._vllm_config,
+            self._hash_tokens,
+            self._hash_asked,
+            pool if plain else None,
+        )
+        try:
+            self._socket = EngineSocket(self._config.run_dir, asked.answer)
+        except (UsageError, OSError) as e:
+            logger.warning("kvstore: `kvstore explain --engine` finds no engine here: %s", e)
 
     def _hashed(self, request: Request) -> HashedRequest:
         known = self._requests.get(request.request_id)
         if known is None:
-            computed_with = self._weights.of(request)
-            known = HashedRequest(
-                request,
-                self._block_tokens,
-                self._hash_tokens,
-                computed_with,
-                prompts_only=self._shape.prompts_only,
-                left_out=self._left_out,
-            )
+            known = self._new_hashed(request, self._weights.of(request))
             self._requests[request.request_id] = known
         return known
+
+    def _new_hashed(self, request: Request, computed_with: tuple[str, ...]) -> HashedRequest:
+        return HashedRequest(
+            request,
+            self._block_tokens,
+            self._hash_tokens,
+            computed_with,
+            prompts_only=self._shape.prompts_only,
+            left_out=self._left_out,
+        )
+
+    def _hash_asked(self, request: Request) -> HashedRequest | None:
+        computed_with = self._weights.seen_by(request)
+        return None if computed_with is None else self._new_hashed(request, computed_with)
 
     def _left_out(self, request: Request) -> bool:
         """Return whether names of the request's media may stand for others elsewhere."""
@@ -458,8 +493,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         own, self._report = self._report, WorkerReport()
         # In lock step vLLM was not told of the rest.
-        said = own.for_scheduler() if self._shown is own else own
-        return None if said is None else KVStoreWorkerMetadata(said)
+        sent = own.for_scheduler() if self._shown is own else own
+        return None if sent is None else KVStoreWorkerMetadata(sent)
 
     # Both sides
 
@@ -477,6 +512,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA, Watcher):  # type: ignor
         return KVStorePromMetrics(*args)
 
     def shutdown(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:
@@ -491,7 +528,7 @@ def _wants_all_computed(request: Request) -> bool:
 
 
 def _warn(vllm_config: VllmConfig) -> None:
-    """Settings with which the store works badly are said once, at start."""
+    """Log, once at start, settings with which the store works badly."""
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         logger.error(

@@ -1,4 +1,4 @@
-"""Hooks into vLLM's engine core for what it tells no connector: weights changed, caches emptied.
+"""Hooks into vLLM's engine core for what no connector is told: changed weights, emptied caches.
 
 Its methods are wrapped, once in a process, because vLLM 0.32 and 0.33 have no call for it. A
 version without one of them goes on without what that one is for, and says so.
@@ -39,14 +39,15 @@ LEAVES_WEIGHTS_ALONE = frozenset(
         "update_max_model_len",
     }
 )
-"""Calls of workers by name. After any other, and after a function, the weights may be others."""
+"""Calls of workers, by name, that leave weights unchanged. After any other call, and after a
+function, the weights may have changed."""
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 DISCARDS_WEIGHTS = 2
-"""Level of sleep from which on weights come back by another load."""
+"""The level of sleep from which on weights return by another load."""
 _MARK = "_kvstore_wrapped"
 Around = Callable[..., Callable[[], object] | None]
-"""Is called before a method of the engine core, with (core, our connectors, what is left after the
-call) before its arguments, and may return what is to be called afterwards."""
+"""Called before a method of the engine core, with (core, our connectors, an exit stack that is
+closed after the call) before its arguments. It may return a function to call afterwards."""
 
 
 class Watcher:
@@ -58,7 +59,8 @@ class Watcher:
 
     @contextmanager
     def own_cache_emptied(self) -> Iterator[None]:
-        """A context in which `reset_cache` is about the engine's own cache, not about the store."""
+        """Return a context in which `reset_cache` concerns the engine's own cache, not the
+        store."""
         yield
 
     @property
@@ -125,7 +127,7 @@ def _scheduler_connector(core: EngineCore) -> object:
 
 
 def watchers(connector: object) -> list[Watcher]:
-    """Our connectors: the connector itself, or those of a MultiConnector."""
+    """Return our connectors: the connector itself, or those of a MultiConnector."""
     if isinstance(connector, Watcher):
         return [connector]
     return [c for child in getattr(connector, "_connectors", ()) for c in watchers(child)]
@@ -197,7 +199,8 @@ def _reset_prefix_cache(
 
 
 def _end_saves_in_flight(core: EngineCore, ours: list[Watcher]) -> None:
-    """vLLM cannot empty its cache while a block of it is in use, and a save uses its blocks."""
+    """End the saves in flight: vLLM cannot empty its cache while a block of it is in use, and a
+    save uses its blocks."""
     if not any(one.saves_in_flight for one in ours):
         return
     for reports in core.model_executor.collective_rpc(end_saves):
@@ -249,12 +252,13 @@ def _has_loaded(request: Request, names: set[str], of_all: bool) -> bool:
 
 
 def end_saves(worker: object) -> list[WorkerReport]:
-    """Runs on each worker: one report for each connector of ours, in their order."""
+    """End saves on each worker; return one report for each connector of ours, in their order."""
     return [one.end_saves(END_SAVES_S) for one in _on_worker()]
 
 
 def end_loads(worker: object, asked: list[set[int]]) -> list[set[int]]:
-    """Runs on each worker: which of these loads have ended, for each connector of ours."""
+    """End loads on each worker; return which of these loads have ended, for each connector of
+    ours."""
     return [one.end_loads(jobs, END_SAVES_S) for one, jobs in zip(_on_worker(), asked, strict=True)]
 
 

@@ -47,9 +47,9 @@ class VllmEvents:
 
     def of(self, events: Iterable[BlockEvent]) -> Iterator[BlockStored | BlockRemoved]:
         for event in events:
-            told = self._one(event)
-            if told is not None:
-                yield told
+            made = self._one(event)
+            if made is not None:
+                yield made
 
     def _one(self, event: BlockEvent) -> BlockStored | BlockRemoved | None:
         """Return vLLM's event; None when the request has other tokens at that block by now."""

@@ -1,4 +1,4 @@
-"""Answers requests that are handed over in the words of vLLM's routers.
+"""Answers requests that are handed over, with the fields of vLLM's routers.
 
 vLLM's, llm-d's and Dynamo's routers send a prompt to a prefill engine with `do_remote_decode` in
 its `kv_transfer_params`, and give what that one answers to a decode engine as they got it. The
@@ -71,7 +71,7 @@ def multi_connector() -> KVConnectorBase_V1 | None:
 
 
 def callers() -> Iterator[FrameType]:
-    """Yield the frames of whoever has called the caller, the nearest first."""
+    """Yield the frames of the callers of the caller, the nearest first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn", "dynamic", "mrope", "proportional")
 """Position encodings that vLLM computes without looking at `max_model_len`."""
 LENGTH_SHAPES_FORWARD = ("llama4", "nomic", "minimax_m2", "plamo3", "cohere")
-"""How names of models begin whose decoder layers ask vLLM for `max_model_len`, or may."""
+"""First parts of names of models whose decoder layers ask vLLM for `max_model_len`, or may."""
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-"""Speculative methods that write nothing into the KV cache: the same KV with them and without."""
+"""Speculative methods that write nothing into the KV cache: the KV is the same with them and
+without."""
 UNREADABLE_FORMATS = ("ipc_cache", "modelexpress", "runai_streamer_sharded")
 """`load_format`s whose weights are in no file of this host."""
 CONFIGURATION: dict[str, object] = {
@@ -73,7 +74,7 @@ ENVIRONMENT: dict[str, object] = {
     "VLLM_VIDEO_LOADER_BACKEND": "opencv",
     "VLLM_XPU_INC_WNA16_BACKEND": "auto",
 }
-"""The same of variables of the environment; None where releases differ: each value counts."""
+"""Environment variables of the same kind; None where releases differ, so that each value counts."""
 
 
 def model_fields(vllm_config: VllmConfig, config: ConnectorSettings) -> dict[str, Field]:
@@ -140,7 +141,7 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, weights_id: str | None
 
 
 def _files_of(model: ModelConfig, load: LoadConfig) -> tuple[Path | None, str]:
-    """Return where the weights lie that vLLM has loaded, or why nobody can look."""
+    """Return where the weights lie that vLLM has loaded, or why that cannot be read."""
     if str(load.load_format) in UNREADABLE_FORMATS:
         return None, f"load_format {load.load_format} reads no files of this host"
     name = str(getattr(model, "model_weights", "") or model.model)
@@ -190,8 +191,8 @@ def _rope_types(rope: object) -> list[object]:
 def _draft(
     vllm_config: VllmConfig, speculative: SpeculativeConfig, config: ConnectorSettings
 ) -> str:
-    """A draft model writes KV of its own into the blocks, from weights of its own; other ways to
-    guess tokens leave KV as it is."""
+    """Return what identifies the KV that drafts write into the blocks, from weights of their own;
+    empty for a way to draft that writes none."""
     draft = speculative.draft_model_config
     method = str(speculative.method or "")
     if method in DRAFTS_WITHOUT_KV:

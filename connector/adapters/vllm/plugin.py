@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 VLLM_CONNECTOR = "KVStoreConnector"
-"""Also the class name: vLLM looks statistics up by it."""
+"""The registered name, which is also the class name: vLLM looks statistics up by it."""
 MADE_FOR = ">=0.32,<0.34"
-"""Versions of vLLM that the adapter is tested with; those of the extra `vllm` in pyproject.toml."""
+"""Versions of vLLM that the adapter is tested with: those of the extra `vllm` in pyproject.toml."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # only loggers below vLLM's own are shown at INFO
 

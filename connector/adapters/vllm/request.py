@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from connector.layout.block_hashes import BlockHashes
+from connector.messages import log_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +72,7 @@ class HashedRequest:
         self._request = request
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens
-        self._chain = BlockHashes(block_tokens, self._extra, self._engine_hash)
+        self._chain = BlockHashes(block_tokens, self._extra, self._engine_hash, log_name(self))
 
     @property
     def request_id(self) -> str:
@@ -82,8 +83,18 @@ class HashedRequest:
         return self._request
 
     def tokens_of(self, block: int) -> tuple[int, int]:
-        """First token and end of a store block."""
+        """Return the first token and the end of a store block."""
         return block * self._block_tokens, (block + 1) * self._block_tokens
+
+    @property
+    def trace_headers(self) -> Mapping[str, str] | None:
+        headers: Mapping[str, str] | None = self._request.trace_headers
+        return headers
+
+    @property
+    def cache_salt(self) -> str | None:
+        salt: str | None = self._request.cache_salt
+        return salt
 
     @property
     def num_tokens(self) -> int:
@@ -104,13 +115,13 @@ class HashedRequest:
 
     @property
     def kv_hints(self) -> KvHintsEnvelope | None:
-        """vLLM's `KvHintsEnvelope`, or None."""
+        """Return vLLM's `KvHintsEnvelope`, or None."""
         return getattr(self._request, "kv_hints", None)
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One per full store block. None at all for a request that is left out or whose extras
-        cannot be hashed."""
+        """Return one hash per full store block. The list is empty for a request that is left out or
+        whose extras cannot be hashed."""
         if self._left_out(self._request):
             return ()
         known = self.num_prompt_tokens if self._prompts_only else self.num_tokens

@@ -87,8 +87,8 @@ def engine_shape(
         engine_groups=len(kv_cache_config.kv_cache_groups),
         boundary_tokens=_boundary_tokens(vllm_config, kv_cache_config) if found.left_out else 1,
         left_out=found.left_out,
-        # Of states vLLM shows only those that it keeps. Its default of 0 nobody may have meant.
-        window_interval_tokens=vllm_config.cache_config.prefix_cache_retention_interval or None,
+        # Of states vLLM shows only those that it keeps.
+        window_interval_tokens=vllm_config.cache_config.prefix_cache_retention_interval,
         prompts_only=any(
             isinstance(spec, RSWASpec)
             for _, group in found.stored

@@ -50,7 +50,8 @@ from connector.limits import DRAIN_TIMEOUT_S
 from connector.pages.pages import Pages, is_there, scatter
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.worker.tasks import TaskThreads
-from kvstore import InternalError, Key, Namespace, UsageError, tenant_salt
+from kvstore import InternalError, Namespace, UsageError, tenant_salt
+from kvstore.spi import Key
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -101,12 +102,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._pages: Pages | None = None
         self._ended: deque[JobResult] = deque()
-        """Not reported yet. Bounded by vLLM, which gives chunks of its memory to each job: one that
-        is not reported keeps them, and a request that waits for it, for ever."""
+        """Ended jobs that were not reported yet. vLLM bounds them, because it gives chunks of its
+        memory to each job. A job that is never reported would keep its chunks, and a request that
+        waits for it, forever."""
         self._failed: set[OffloadKey] = set()
-        """Keys that could not be loaded: not to be found again by the request that asked."""
+        """Keys that could not be loaded; the request that asked must not find them again."""
         self._draining = threading.Event()
-        """What waits in the queue fails instead of beginning."""
+        """Whether queued jobs fail instead of beginning."""
         self._tasks = TaskThreads("kvstore-tier", lambda: None)
         self._lookups = _Lookups(self, tier_type)
 
@@ -222,7 +224,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     # Keys and memory
 
     def _names(self) -> Pages:
-        """Made at the first use: only then vLLM has chosen how it hashes."""
+        """Return the names of pages, made at the first use: only then vLLM has chosen how it
+        hashes."""
         with self._lock:
             if self._pages is None:
                 first_hash = getattr(kv_cache_utils, "NONE_HASH", b"")

@@ -40,6 +40,20 @@ class Weights:
         version = ("weights", self._version) if self._version else ()
         return version if adapter is None else (*version, "lora", self._adapter(adapter))
 
+    def seen_by(self, request: Request) -> tuple[str, ...] | None:
+        """Return what `of` would, from any thread, for a request that knows its adapter's name and
+        path but not its number; None for one whose files cannot be read."""
+        adapter = request.lora_request
+        if adapter is None:
+            return self.of(request)
+        version = ("weights", self._version) if self._version else ()
+        for (_, *names), known in list(self._adapters.copy().items()):
+            if names == [adapter.lora_name, adapter.lora_path]:
+                return (*version, "lora", known)
+        path, why_not = files_of(adapter.lora_path, None, self._cache_dir)
+        known = weights_or_unknown(path, why_not, "")
+        return (*version, "lora", known) if known else None
+
     def may_have_changed(self) -> None:
         """Take the weights as like no others from here on, until somebody names them."""
         self._changes += 1

@@ -65,11 +65,12 @@ class StagedCopy(NamedTuple):
 
     place: HostPlace
     staged: int
-    """Device address; of the engine's block itself where nothing is staged."""
+    """Device address of the staging buffer, or of the engine's block itself where nothing is
+    staged."""
 
 
 class DeviceStream(Protocol):
-    """Does what it is given, in that order, beside what other streams do."""
+    """Does what it is given, in that order, independently of other streams."""
 
     def mark(self, number: int) -> object:
         """Return a token for all that was given so far; `number` may be used again, for a later
@@ -82,10 +83,10 @@ class DeviceStream(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when all that was given is done; the only call that may raise for it.
+        """Return when all that was given is done; only this call may raise for it.
 
-        No deadline: a DMA cannot be called back, and nobody else waits for this
-        thread for longer than a deadline of its own.
+        There is no deadline: a DMA cannot be cancelled, and other threads wait for this one only up
+        to their own deadlines.
         """
         ...
 
@@ -96,9 +97,10 @@ class DeviceLane(Protocol):
     buffers: Sequence[int]
     """Device addresses, multiples of `kernel_plan.STAGING_ALIGNMENT_BYTES`."""
     buffer_bytes: int
-    """Of each."""
+    """Size of each."""
     table: memoryview
-    """For the rows of `Page`s. `launch` reads them at any time before `kernels` was waited for."""
+    """Memory for the rows of `Page`s. `launch` reads them at any time before `kernels` was waited
+    for."""
 
     @property
     def kernels(self) -> DeviceStream: ...
@@ -127,7 +129,7 @@ class Device(Protocol):
     loading: DeviceLane
 
     def constant(self, data: bytes) -> int:
-        """Device address of a copy that stays as long as this object."""
+        """Return the device address of a copy that stays as long as this object."""
         ...
 
     def host_memory(self) -> AbstractContextManager[HostMemory]:
@@ -207,7 +209,7 @@ class DeviceCopier:
     def _direct(
         self, host: HostMemory, pieces: Iterable[CopyPart], layers: range
     ) -> Iterator[StagedCopy]:
-        """Between payloads and the engine's own memory."""
+        """Yield the copies between payloads and the engine's own memory."""
         for piece in pieces:
             for whole, there in self._layout.direct(piece, layers):
                 for packed, place in host.apart(whole):
@@ -239,20 +241,20 @@ class _Turn:
         self._turns = turns
         self._number = number
         self.staged = staged
-        """Where each piece is in the buffer."""
+        """Position of each piece in the buffer."""
         self.row = row
-        """Of the table, the first that is this batch's."""
+        """The first row of the table for this batch."""
         self._stream: DeviceStream | None = None
 
     def begin(self, stream: DeviceStream) -> None:
-        """`stream` fills the buffer, once what was in it is where it belongs."""
+        """Have `stream` fill the buffer, once its former content has been copied out."""
         self._stream = stream
         emptied = self._turns.emptied[self._number]
         if emptied is not None:
             stream.follow(emptied)
 
     def go_on(self, stream: DeviceStream) -> None:
-        """`stream` empties the buffer, once it is full."""
+        """Have `stream` empty the buffer, once it is full."""
         assert self._stream is not None
         stream.follow(self._stream.mark(self._number))
         self._stream = stream
@@ -272,7 +274,7 @@ class _Turns:
     def __init__(self, lane: DeviceLane) -> None:
         self._lane = lane
         self.emptied: list[object] = [None] * len(lane.buffers)
-        """The mark after which each buffer may be filled again; None: nothing is in it."""
+        """The mark after which each buffer may be filled again; None: it is empty."""
         self._next = 0
         self._row = 0
         self._rows = len(lane.table) // PAGE_BYTES

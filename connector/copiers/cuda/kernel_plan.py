@@ -13,7 +13,8 @@ from connector.limits import (
     DEVICE_PIECE_BYTES_MIN,
     DEVICE_STAGING_BYTES,
 )
-from kvstore import DeviceRange, InternalError
+from kvstore import InternalError
+from kvstore.spi import DeviceRange
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from connector.layout.geometry import KVGeometry
 
 WORDS_BYTES = (16, 8, 4, 2, 1)
-"""Widths that the kernel exists in; a device reads or writes a word of its own size's alignment."""
+"""Widths in bytes for which the kernel exists; a device needs addresses aligned to the width."""
 KERNELS = tuple(f"{way}{width}" for way in ("gather", "scatter") for width in WORDS_BYTES)
 """Names in paged_copy.cu; see `Launch.kernel`."""
 THREADS = 256
@@ -31,7 +32,7 @@ STAGING_ALIGNMENT_BYTES = 256
 WORDS_PER_PAGE_MAX = 1 << 30
 """The kernel counts the words of one page and layer in 32 bits."""
 TASKS_MAX = 1 << 31
-"""It counts in 32 bits what its thread blocks do too, a chunk each."""
+"""The kernel counts the work of its thread blocks, a chunk each, in 32 bits."""
 LAYER = struct.Struct("<Qqqq")
 PAGE_FIELDS = [
     ("packed", "<u8"),
@@ -62,7 +63,7 @@ class HostPlace(NamedTuple):
     rows: int
     pitch_bytes: int
     on_device: bool = False
-    """It is memory of the device after all."""
+    """Whether it is memory of the device itself."""
 
     @property
     def size_bytes(self) -> int:
@@ -70,7 +71,8 @@ class HostPlace(NamedTuple):
 
 
 def apart(place: HostPlace, base: int, part_bytes: int) -> Iterator[tuple[int, HostPlace]]:
-    """`place` in pieces that cross no `part_bytes` from `base` on, and where each is when packed.
+    """Cut `place` into pieces that cross no `part_bytes` from `base` on; yield each with its
+    position when packed.
 
     Memory is page-locked part by part, and no DMA may cross two of them.
     """
@@ -102,7 +104,7 @@ class CopyPart(NamedTuple):
     skip: int
     """Engine blocks of the payload before the first of `block_ids`."""
     head: int
-    """The engine's head that takes the piece's first one."""
+    """The engine's head that corresponds to the piece's first one."""
     heads: int
 
 
@@ -128,7 +130,7 @@ class Launch(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The fields of `Shape` of paged_copy.cu, in their order."""
+        """Return the fields of `Shape` of paged_copy.cu, in their order."""
         return (
             self.layers,
             self.pages,
@@ -154,8 +156,8 @@ class PagedLayout:
         payload_tokens: int,
         token_order: bool = False,
     ) -> None:
-        """A page is what `LayerAddress.block_stride` strides over: an engine block, or one of the
-        `pages_per_block` kernel blocks that it consists of. `pages` counts a layer's.
+        """Take a page as what `LayerAddress.block_stride` strides over: an engine block, or one of
+        the `pages_per_block` kernel blocks that it consists of. `pages` counts a layer's.
         `token_order`: payloads are in this order to be copied layer by layer without the kernel."""
         import numpy as np
 
@@ -169,15 +171,15 @@ class PagedLayout:
         self.payload_tokens = payload_tokens
         self.blocks_per_payload = payload_tokens // (page_tokens * pages_per_block)
         self.head_bytes = payload_tokens * channel_bytes
-        """Of one head of one layer in a payload."""
+        """Bytes of one head of one layer in a payload."""
         self.layer_bytes = heads * self.head_bytes
-        """Of one layer in a payload."""
+        """Bytes of one layer in a payload."""
         self.payload_bytes = len(layers) * self.layer_bytes
         self.in_one_piece = self._in_one_piece()
         """Whether a payload is one engine block as it lies in the engine's memory, and large enough
         for a DMA of its own: then neither kernel nor staging is needed."""
         self.block_bytes = heads * page_tokens * pages_per_block * channel_bytes
-        """Of one layer of an engine block."""
+        """Bytes of one layer of an engine block."""
         self.in_pieces = token_order and self._in_pieces()
         """Whether each layer of an engine block is one piece in the payload and in the engine's
         memory, and large enough for a DMA of its own."""
@@ -221,11 +223,15 @@ class PagedLayout:
             return
         size = self.block_bytes
         for number, layer in enumerate(layers):
-            its = self.layers[layer]
+            layer_address = self.layers[layer]
             begin = piece.host.address + number * self.layer_bytes
             for at, block in enumerate(piece.block_ids, piece.skip):
                 place = HostPlace(begin + at * size, size, 1, size, piece.host.on_device)
-                yield place, its.address + block * self.pages_per_block * its.block_stride
+                yield (
+                    place,
+                    layer_address.address
+                    + block * self.pages_per_block * layer_address.block_stride,
+                )
 
     def goes_direct(self, layer: int | None) -> bool:
         """Return whether whole payloads, or that layer of them, need neither kernel nor staging."""
@@ -245,7 +251,8 @@ class PagedLayout:
         return [range(start, min(start + each, end)) for start in range(first, end, each)]
 
     def gathered(self, item: Gather, address: int, layers: range) -> CopyPart:
-        """`address` is that of `item.out`. Raises `InternalError` for what would go astray."""
+        """Plan a gather to `address`, that of `item.out`. Raises `InternalError` for what would be
+        copied to a wrong place."""
         self._check(len(item.out), self.heads, item.block_ids, 0)
         if len(item.block_ids) != self.blocks_per_payload:
             raise InternalError(f"{len(item.block_ids)} engine blocks do not fill a payload")
@@ -253,7 +260,8 @@ class PagedLayout:
         return piece._replace(block_ids=item.block_ids)
 
     def scattered(self, item: Scatter, address: int, layers: range) -> CopyPart:
-        """`address` is that of `item.payload`. Raises `InternalError` like `gathered`."""
+        """Plan a scatter from `address`, that of `item.payload`. Raises `InternalError` like
+        `gathered`."""
         part = item.part or HeadPart(self.heads, 0, 0, self.heads)
         self._check(len(item.payload), part.payload_heads, item.block_ids, item.skip)
         if (
@@ -286,7 +294,7 @@ class PagedLayout:
         return CopyPart(host, (), 0, part.target, part.heads)
 
     def write_pages(self, table: memoryview, staged: Sequence[tuple[int, CopyPart]]) -> int:
-        """Rows for pieces that are packed at those addresses; returns how many."""
+        """Write rows for pieces that are packed at those addresses; return how many."""
         np = self._np
         rows = np.frombuffer(table, PAGE_FIELDS)
         inner = np.arange(self.pages_per_block)
@@ -304,7 +312,8 @@ class PagedLayout:
     def launch(
         self, *, scatter: bool, layer_table: int, layers: range, pages: int, heads: int
     ) -> Launch:
-        """`layer_table` is where the device has `layer_table()`, `heads` the most of a piece."""
+        """Return the launch. `layer_table` is where the device has `layer_table()`, `heads` the
+        most of a piece."""
         words = heads * self.page_tokens * (self.channel_bytes // self.word_bytes)
         chunks = -(-words // WORDS_PER_CHUNK)
         tasks = len(layers) * pages * chunks

@@ -19,7 +19,7 @@ class NoKernelError(KVStoreError):
 
 @cache
 def compiled(capability: tuple[int, int]) -> bytes:
-    """Machine code for a device of that compute capability, which need not be here.
+    """Return machine code for a device of that compute capability, which need not be here.
 
     For one that this NVRTC does not know it is PTX, which the driver translates. Raises
     `NoKernelError`.

@@ -34,7 +34,7 @@ from connector.limits import (
     SHUTDOWN_TIMEOUT_S,
     Clock,
 )
-from kvstore import DeviceRange, PoolMapping
+from kvstore.spi import DeviceRange, PoolMapping
 
 log = logging.getLogger(f"kvstore.{__name__}")
 
@@ -46,7 +46,8 @@ class Registrar(Protocol):
     """Page-locks and unlocks memory: a driver, or a model of one."""
 
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
-        """Page-lock a range that this process has mapped; why it cannot be, empty when it is."""
+        """Page-lock a range that this process has mapped. Return why that failed, else an empty
+        text."""
         ...
 
     def unlock(self, address: int) -> None: ...
@@ -68,19 +69,19 @@ class _Locked:
 
     def __init__(self, mapping: PoolMapping, address: int) -> None:
         self.mapping = mapping
-        """Held: memory that is mapped anew where some is still locked would have the device write
-        to what was there before."""
+        """The mapping is held. If memory were mapped anew while some of it is locked, the device
+        would write to the old pages."""
         self.address = address
         self.parts: dict[int, int] = {}
-        """Bytes of each that is locked, by address."""
+        """Locked bytes of each part, by address."""
         self.asked: set[int] = set()
         """Numbers of the parts that were copied from or to."""
         self.wait: deque[int] = deque()
-        """Those of them that are to be locked."""
+        """The parts among them that are to be locked."""
         self.refused: dict[int, tuple[float, float]] = {}
-        """Those that could not be: when they are tried again, and how long after the last time."""
+        """Parts that could not be locked: when they are tried again, and after which pause."""
         self.not_before = float("-inf")
-        """Others are tried no earlier."""
+        """No other part is tried before this time."""
 
     @property
     def end(self) -> int:
@@ -104,8 +105,9 @@ class _Table:
         locked: list[_Locked],
         use: Callable[[_Locked, range], None],
     ) -> None:
-        """`ranges` are (start, end, how far from there the same memory is locked), `locked` is what
-        is locked, or will be. `use` is told of parts that a copy is about to take."""
+        """Make a table. `ranges` are (start, end, how far from there the same memory is locked),
+        `locked` is what is locked, or will be. `use` is called with parts that a copy is about to
+        take."""
         self.ranges = ranges
         self.locked = locked
         self.users = 0
@@ -155,7 +157,8 @@ class LockedPool:
         bytes_max: int = PAGE_LOCK_BYTES_MAX,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`count` is told of bytes and why they could not be locked, empty when they are."""
+        """Make an empty pool. `count` is called with bytes and why they could not be locked, empty
+        when they are."""
         self._bytes_max = bytes_max
         self._clock = clock
         self._locked_bytes = 0
@@ -165,14 +168,14 @@ class LockedPool:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._locked: dict[int, _Locked] = {}
-        """By address; of the thread alone while it runs."""
+        """Locked mappings by address; only the thread uses them while it runs."""
         self._table = _Table([], [], self._use)
         self._older: list[_Table] = []
-        """That were replaced while somebody used them."""
+        """Replaced tables that are still in use."""
         self._leaving: list[tuple[list[_Table], list[_Locked]]] = []
-        """What to let go when nobody uses one of the tables of then any more."""
+        """Memory to unlock once nobody uses one of the older tables any more."""
         self._closing = False
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -194,7 +197,7 @@ class LockedPool:
 
     @contextmanager
     def holding(self, buffers: Iterable[memoryview]) -> Iterator[None]:
-        """`held` for copies that somebody else makes, within parts, from or to `buffers`."""
+        """Do as `held` for copies that somebody else makes, within parts, from or to `buffers`."""
         with self.held() as table:
             for buffer in buffers:
                 for _ in table.apart(HostPlace(address_of(buffer), len(buffer), 1, len(buffer))):
@@ -238,22 +241,22 @@ class LockedPool:
             self._unlock_all()
 
     def _unlock_all(self) -> None:
-        gone, self._locked = list(self._locked.values()), {}
-        self._publish([], gone)
+        unmapped, self._locked = list(self._locked.values()), {}
+        self._publish([], unmapped)
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
         while self._leaving and time.monotonic() < deadline:
-            self._let_go()
+            self._unlock_unused()
             with self._lock:
                 if self._leaving:
                     self._changed.wait(POOL_LOOK_EVERY_S)
 
     def look(self) -> None:
-        """One round: let go what is gone, show what is new."""
+        """Do one round: unlock mappings that were closed, and add new ones."""
         there = {address_of(m.memory): m for m in self._mappings() if len(m.memory)}
-        gone = [self._locked.pop(address) for address in set(self._locked) - set(there)]
-        if gone:
-            self._publish(self._ranges(there), gone)
-        self._let_go()
+        unmapped = [self._locked.pop(address) for address in set(self._locked) - set(there)]
+        if unmapped:
+            self._publish(self._ranges(there), unmapped)
+        self._unlock_unused()
         written = {_place(m) for m in there.values() if m.writable}
         for address, mapping in there.items():
             if address not in self._locked and (mapping.writable or _place(mapping) not in written):
@@ -261,7 +264,8 @@ class LockedPool:
         self._publish(self._ranges(there))
 
     def _use(self, locked: _Locked, parts: range) -> None:
-        """A copy takes `parts`. Called by the threads that copy, for every one of their copies."""
+        """Note that a copy takes `parts`. Called by the threads that copy, for every one of their
+        copies."""
         if locked.asked.issuperset(parts):
             return
         with self._lock:
@@ -320,7 +324,7 @@ class LockedPool:
         return took_s
 
     def _ranges(self, there: Mapping[int, PoolMapping]) -> list[tuple[int, int, int]]:
-        """Read-only memory that is locked elsewhere."""
+        """Return the ranges of read-only memory that is locked through its writable mapping."""
         at = {_place(x.mapping): x.address for x in self._locked.values() if x.mapping.writable}
         return [
             (address, address + len(mapping.memory), at[_place(mapping)] - address)
@@ -329,35 +333,37 @@ class LockedPool:
         ]
 
     def _say(self, failure: str) -> None:
-        if failure not in self._said:
+        if failure not in self._logged:
             log.warning(
                 "some of the store's memory is not page-locked (%s): copies between it and the "
                 "device are slower. %s",
                 failure,
                 _REMEDIES.get(failure, "It is tried again later"),
             )
-        self._said.add(failure)
+        self._logged.add(failure)
 
-    def _publish(self, ranges: list[tuple[int, int, int]], gone: Sequence[_Locked] = ()) -> None:
-        """Let new copies see `ranges`; `gone` goes when no older copy runs any more."""
+    def _publish(
+        self, ranges: list[tuple[int, int, int]], unmapped: Sequence[_Locked] = ()
+    ) -> None:
+        """Let new copies see `ranges`; `unmapped` is unlocked when no older copy runs any more."""
         locked = list(self._locked.values())
         with self._lock:
-            if (ranges, locked) == (self._table.ranges, self._table.locked) and not gone:
+            if (ranges, locked) == (self._table.ranges, self._table.locked) and not unmapped:
                 return
             old, self._table = self._table, _Table(ranges, locked, self._use)
             self._older = [table for table in (*self._older, old) if table.users]
-            if gone:
-                self._leaving.append((list(self._older), list(gone)))
+            if unmapped:
+                self._leaving.append((list(self._older), list(unmapped)))
 
-    def _let_go(self) -> None:
+    def _unlock_unused(self) -> None:
         with self._lock:
             free: list[_Locked] = []
             waiting = []
-            for tables, gone in self._leaving:
+            for tables, unmapped in self._leaving:
                 if any(table.users for table in tables):
-                    waiting.append((tables, gone))
+                    waiting.append((tables, unmapped))
                 else:
-                    free += gone
+                    free += unmapped
             self._leaving = waiting
         for locked in free:
             for address, size_bytes in locked.parts.items():

@@ -23,7 +23,7 @@ from connector.copiers.cuda.kernel_plan import (
 from connector.copiers.cuda.nvrtc import NoKernelError, compiled
 from connector.copiers.cuda.page_lock import LockedPool
 from connector.limits import DEVICE_STAGING_BUFFERS
-from kvstore import DeviceError, cuda_device
+from kvstore.spi import DeviceError, cuda_device
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,8 @@ class Cuda:
     # `page_lock.Registrar`
 
     def lock(self, address: int, size_bytes: int, writable: bool) -> str:
-        """Page-lock a range of this process's memory; why it cannot be, empty when it is."""
+        """Page-lock a range of this process's memory. Return why that failed, else an empty
+        text."""
         try:
             self._opened.register_host(address, size_bytes, read_only=not writable)
         except DeviceError as e:
@@ -115,7 +116,7 @@ class CudaStream:
         return self._cuda.call(self._cuda.driver.cuEventCreate, flags | without_times)
 
     def begin(self) -> tuple[Cuda, ModuleType]:
-        """Before every call that gives the stream something to do."""
+        """Prepare this thread; called before every call that gives the stream something to do."""
         self._cuda.enter()
         self._busy = True
         return self._cuda, self._cuda.driver
@@ -224,7 +225,7 @@ class QueuedDevice:
         *,
         buffers: int = DEVICE_STAGING_BUFFERS,
     ) -> None:
-        """Each lane has `buffers` of `buffer_bytes`."""
+        """Give each lane `buffers` buffers of `buffer_bytes`."""
         self._cuda = cuda
         self._pool = pool
         self.saving: DeviceLane = CudaLane(cuda, buffers, buffer_bytes, pages_max)

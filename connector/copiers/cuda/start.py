@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from connector.layout.geometry import KVGeometry
-    from kvstore import PoolMapping
+    from kvstore.spi import PoolMapping
 
 log = logging.getLogger(f"kvstore.{__name__}")
 

@@ -25,16 +25,16 @@ class EngineEvents:
     """Makes the block events of one engine. Its scheduling thread alone may call."""
 
     def __init__(self, layout: StoreLayout, *, wanted: bool) -> None:
-        """`wanted` false: nothing is remembered and no event is made."""
+        """Start without events. Unless `wanted`, nothing is remembered and no event is made."""
         self._per_key = layout.hashes_per_key
         self._wanted = wanted
         self._saving: dict[int, list[BlockEvent]] = {}
-        """Save job in flight -> what to say of each of its blocks if it is stored."""
+        """Save job in flight -> the event for each of its blocks if it is stored."""
         self._announced: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._events: deque[BlockEvent] = deque(maxlen=EVENTS_MAX)
 
     def saving(self, request: EngineRequest, job: SaveJob) -> None:
-        """A save of blocks of `request` was planned."""
+        """Note that a save of blocks of `request` was planned."""
         if self._wanted:
             hashes = request.block_hashes
             self._saving[job.job_id] = [
@@ -43,7 +43,8 @@ class EngineEvents:
             ]
 
     def saved(self, job_id: int, stored: Iterable[int]) -> None:
-        """The job has ended on every worker; all shards of blocks at `stored` are there."""
+        """Note that the job has ended on every worker; all shards of blocks at `stored` are
+        there."""
         blocks = self._saving.pop(job_id, None)
         if blocks is None:
             return
@@ -56,9 +57,9 @@ class EngineEvents:
             self._announced.popitem(last=False)
 
     def looked_up(self, request: EngineRequest, lookup: Lookup) -> None:
-        """Say that the first block that was not found is not there, if it was said to be.
+        """Announce that the first missing block is gone, if it was announced as stored.
 
-        Only when the index answered: one that is down or late says nothing about blocks.
+        Only when the index answered: an index that is down or late says nothing about blocks.
         """
         if not self._announced or lookup.short is not MissReason.ABSENT:
             return
@@ -69,7 +70,8 @@ class EngineEvents:
                 self._events.append(BlockEvent(False, request, lookup.run, group, block_hash))
 
     def clear(self) -> None:
-        """Forget what was said: the store was cleared, and engines say that by themselves."""
+        """Forget all announcements: the store was cleared, and engines announce that by
+        themselves."""
         self._announced.clear()
         self._events.clear()
 

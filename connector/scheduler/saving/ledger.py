@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from connector.limits import SAVE_JOBS_MAX
 from connector.messages import BlockPins, SaveBlock, SaveJob
-from kvstore import Key
+from kvstore.spi import Key
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class SaveLedger:
         self._jobs: dict[int, _Job] = {}
 
     def __len__(self) -> int:
-        """Jobs in flight."""
+        """Return the jobs in flight."""
         return len(self._jobs)
 
     def jobs(self) -> list[int]:
@@ -43,7 +43,7 @@ class SaveLedger:
 
     @property
     def room_blocks(self) -> int:
-        """Engine blocks that one more job may hold now; 0 when it must wait."""
+        """Return the engine blocks that one more job may hold now; 0 when it must wait."""
         if len(self._jobs) >= SAVE_JOBS_MAX:
             return 0
         return max(0, self._pinned_blocks_max - self._pinned_blocks)
@@ -53,9 +53,10 @@ class SaveLedger:
         request_id: str,
         blocks: tuple[SaveBlock, ...],
         before: tuple[tuple[tuple[Key, ...], ...], ...] = (),
+        trace_id: str = "",
     ) -> SaveJob:
         """Open a job for `blocks`, which are pinned from now on."""
-        job = SaveJob(self._next_job_id, request_id, blocks, before)
+        job = SaveJob(self._next_job_id, request_id, blocks, before, trace_id)
         self._next_job_id += 1
         block_ids = [block_id for block in blocks for block_id in block.block_ids]
         self._pins.pin(block_ids)
@@ -70,10 +71,10 @@ class SaveLedger:
     def ended(
         self, job_id: int, workers: int, stored: frozenset[int] = frozenset()
     ) -> frozenset[int] | None:
-        """`workers` more workers have let go of the job; the last one frees its blocks.
+        """Note that `workers` more workers have ended the job; the last one frees its blocks.
 
-        `stored` are positions in the job that these workers know to be stored; with
-        the last one the answer is those that all workers do, before it None.
+        `stored` are positions in the job that these workers know to be stored. The answer is None
+        before the last worker; then it is the positions that all workers know to be stored.
         """
         job = self._jobs.get(job_id)
         if job is None:
@@ -91,8 +92,8 @@ class SaveLedger:
 
 
 class NoPins:
-    """Stands for the pins of a side that never saves, and of any until its engine has given its
-    pool."""
+    """Stands for the pins of a side that never saves, and of any side until its engine has given
+    its pool."""
 
     def pin(self, block_ids: Sequence[int]) -> None:
         raise RuntimeError("no block pool was bound: a save would read unprotected blocks")

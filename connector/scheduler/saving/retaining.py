@@ -1,4 +1,4 @@
-"""Has blocks retained whose requests ask for it: those that were found, and those that they save.
+"""Retains blocks for requests that ask for it: those that were found, and those that they save.
 
 A wish comes with a request (request_settings.py). Blocks of its prompt that a lookup finds on
 this host are retained then; blocks that it saves, once every worker has stored them. A wish of 0
@@ -21,7 +21,8 @@ from connector import metrics
 from connector.limits import RETAIN_QUEUE_MAX, SHUTDOWN_TIMEOUT_S
 from connector.metrics import NO_NODE, Counts
 from connector.work_thread import WorkThread
-from kvstore import Key, KVStoreError
+from kvstore import KVStoreError
+from kvstore.spi import Key
 
 if TYPE_CHECKING:
     from connector.messages import SaveJob
@@ -40,7 +41,8 @@ class Retainer:
     """Asks nodes to retain. The scheduling thread alone may call; `note` is called on ours."""
 
     def __init__(self, store: LazyStore, counts: Counts, note: Callable[[str, str], None]) -> None:
-        """`note` takes a request's id and what became of its wish, in words."""
+        """Start without wishes. `note` is called with a request's id and what became of its wish,
+        in words."""
         self._store = store
         self._counts = counts
         self._note = note
@@ -48,7 +50,7 @@ class Retainer:
         self._thread: WorkThread[_Asked] | None = None
 
     def found(self, request_id: str, wish: Wish | None, lookup: Lookup) -> None:
-        """A lookup of a request was answered; asked once for each lookup."""
+        """Retain what the answered lookup of a request found; once for each lookup."""
         if wish is None or lookup.retained or not lookup.run:
             return
         lookup.retained = True
@@ -64,12 +66,12 @@ class Retainer:
         self._ask(_Asked(request_id, wish, [*ours, *others]))
 
     def saving(self, wish: Wish | None, job: SaveJob) -> None:
-        """A save of blocks of a request was planned."""
+        """Note that a save of blocks of a request was planned."""
         if wish is not None:
             self._saving[job.job_id] = (wish, job)
 
     def saved(self, job_id: int, stored: Iterable[int]) -> None:
-        """The job has ended; all shards of the blocks at `stored` are there."""
+        """Note that the job has ended; all shards of the blocks at `stored` are there."""
         wish, job = self._saving.pop(job_id, (None, None))
         if wish is not None and job is not None:
             keys = [key for position in sorted(stored) for key in job.blocks[position].keys]
@@ -101,10 +103,10 @@ class Retainer:
             except KVStoreError as e:  # also a node that cannot be asked
                 why = f" ({e})"
         self._count(results)
-        said = ", ".join(f"{count} {result}" for result, count in results.items())
+        summary = ", ".join(f"{count} {result}" for result, count in results.items())
         for_s = asked.wish.for_s
         what = f"retained for {for_s} s" if for_s else "released"
-        self._note(asked.request_id, f"{what}: {said}{why}")
+        self._note(asked.request_id, f"{what}: {summary}{why}")
 
     def _count(self, results: dict[str, int]) -> None:
         for result, count in results.items():

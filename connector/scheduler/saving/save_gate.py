@@ -12,7 +12,7 @@ from connector.messages import BlockTables, LoadJob, SaveJob
 @dataclass(slots=True, eq=False)
 class _Step:
     last_load: int
-    """All loads up to this one must turn out good."""
+    """All loads up to this one must prove good."""
     saves: list[SaveJob]
     tables: list[tuple[int, ...]]
     """Engine blocks of each request that was scheduled, in token order."""
@@ -33,12 +33,11 @@ class SaveGate:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._loads: dict[int, int] = {}
-        """Load job -> workers that have not reported it; in the order in which they were planned,
-        which is that of their numbers."""
+        """Load job -> workers that have not reported it, in the order of the jobs' numbers."""
         self._steps: deque[_Step] = deque()
 
     def __len__(self) -> int:
-        """Steps that wait for loads."""
+        """Return the steps that wait for loads."""
         return len(self._steps)
 
     def step(
@@ -61,7 +60,8 @@ class SaveGate:
         return ready
 
     def ended(self, loads: Mapping[int, int]) -> set[int]:
-        """Workers have reported loads, so many each; returns those that all have reported."""
+        """Count workers that have reported loads, so many each; return those that all have
+        reported."""
         done: set[int] = set()
         for job_id, workers in loads.items():
             left = self._loads.get(job_id, 0) - workers
@@ -73,8 +73,9 @@ class SaveGate:
         return done
 
     def spoilt(self, invalid: set[int]) -> tuple[list[SaveJob], set[int]]:
-        """Loads left `invalid` blocks behind: saves that must not be, and blocks that hold
-        no valid KV, those computed from the invalid ones included."""
+        """Drop what loads that left `invalid` blocks behind have spoilt. Return the saves that must
+        not be made, and the blocks that hold no valid KV, those computed from the invalid ones
+        included."""
         saves = [save for step in self._steps for save in step.saves]
         blocks = set(invalid)
         for table in (table for step in self._steps for table in step.tables):

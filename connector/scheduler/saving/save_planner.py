@@ -3,9 +3,9 @@
     planned -> in flight, its engine blocks pinned (ledger.py) -> ended by every worker
                                                                -> dropped: it was given to none
 
-Block events (events.py) and wishes to retain (retaining.py) hear of a job twice: when it is
-planned, and once when it has ended, in whichever way. A request's `saved_blocks` say how far it
-is planned; whoever drops a job says whether its blocks are to be planned anew.
+Block events (events.py), wishes to retain (retaining.py) and generated.py hear of a job twice: when
+it is planned, and once when it has ended, in whichever way. A request's `saved_blocks` say how far
+it is planned; whoever drops a job says whether its blocks are to be planned anew.
 
 Only the engine's scheduling thread calls; no call waits. Must never happen: a job that the ledger
 has ended and of which the others were not told, or the other way round.
@@ -13,11 +13,11 @@ has ended and of which the others were not told, or the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from connector.layout.block_plan import full_blocks, save_blocks, save_part, save_states
-from connector.limits import RUN_TOUCHED_MAX, SAVE_JOB_BLOCKS_MAX
+from connector.limits import RUN_TOUCHED_MAX, SAVE_JOB_BLOCKS_MAX, Clock
 from connector.messages import (
     BlockPins,
     BlockTables,
@@ -26,15 +26,17 @@ from connector.messages import (
     SaveJob,
     StateBlock,
     WorkerReport,
+    trace_id,
 )
 from connector.scheduler.saving.ledger import NoPins, SaveLedger
-from kvstore import Key
+from kvstore.spi import Key
 
 if TYPE_CHECKING:
     from connector.layout.geometry import StoreLayout
     from connector.scheduler.request_settings import RequestSettings
     from connector.scheduler.requests import RequestState
     from connector.scheduler.saving.events import EngineEvents
+    from connector.scheduler.saving.generated import GeneratedBlocks
     from connector.scheduler.saving.retaining import Retainer
     from connector.scheduler.settings import SchedulerSettings
 
@@ -48,11 +50,15 @@ class SavePlanner:
         settings: SchedulerSettings,
         events: EngineEvents,
         retainer: Retainer,
+        generated: GeneratedBlocks,
+        clock: Clock,
     ) -> None:
         self._layout = layout
         self._settings = settings
         self._events = events
         self._retainer = retainer
+        self._generated = generated
+        self._clock = clock
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
         self._not_kept = False
         self._blocks_per_key = sum(map(layout.blocks_per_key, range(len(layout.groups))))
@@ -64,7 +70,7 @@ class SavePlanner:
         self._ledger = SaveLedger(pins, workers, most)
 
     def __len__(self) -> int:
-        """Jobs in flight."""
+        """Return the jobs in flight."""
         return len(self._ledger)
 
     def jobs(self) -> list[int]:
@@ -80,7 +86,7 @@ class SavePlanner:
         return full_with
 
     def seen(self, own: RequestSettings) -> None:
-        """A request has come; what it says about its KV concerns those that share its blocks."""
+        """Note what a new request says about its KV; it concerns those that share its blocks."""
         self._not_kept = self._not_kept or own.max_save_tokens is not None
 
     def plan(
@@ -93,7 +99,7 @@ class SavePlanner:
     ) -> None:
         """Add to `out` the saves of what is full with `num_scheduled_tokens` more tokens, as far
         as there is room; the rest waits for a later step. With a prompt that is handed over also
-        its last, part block, in the step that computes it."""
+        its last, partial block, in the step that computes it."""
         self._plan_full(request, state, num_scheduled_tokens, block_ids, out)
         prompt = state.hands_over_tokens
         tokens = request.num_computed_tokens + num_scheduled_tokens
@@ -108,7 +114,8 @@ class SavePlanner:
         block_ids: Callable[[str], BlockTables | None],
         out: list[SaveJob],
     ) -> None:
-        """A job of its own: no event tells of a part, which is no block of any other prompt.
+        """Plan a job of its own for the partial block: no event names it, because it is no block of
+        any other prompt.
 
         Where an engine block is one piece, what is behind the part is stored with it: not in an
         engine that has had a prompt which must not be kept.
@@ -129,7 +136,7 @@ class SavePlanner:
         ]
         blocks = save_part(keys, prompt, tables, layout, settings.null_block_id)
         if 0 < sum(len(block.block_ids) for block in blocks) <= self._ledger.room_blocks:
-            job = self._ledger.open(request.request_id, blocks)
+            job = self._ledger.open(request.request_id, blocks, (), trace_id(request))
             self._retainer.saving(state.own_settings(request).retain, job)
             out.append(job)
             state.part_saving = True
@@ -151,9 +158,10 @@ class SavePlanner:
     ) -> None:
         settings, layout = self._settings, self._layout
         first = max(state.saved_blocks, state.present_blocks)
-        last = full_blocks(
-            request, num_scheduled_tokens, layout, settings.save_decode, settings.volatile_tokens
-        )
+        last = full_blocks(request, num_scheduled_tokens, layout, settings.volatile_tokens)
+        prompt_blocks = request.num_prompt_tokens // layout.block_tokens
+        if last > prompt_blocks and not self._generated.wanted(state, self._clock()):
+            last = prompt_blocks
         most = state.own_settings(request).max_save_tokens
         if most is not None:
             last = min(last, most // layout.block_tokens)
@@ -175,7 +183,12 @@ class SavePlanner:
             )
             if blocks:
                 before = min(first, RUN_TOUCHED_MAX)
-                run = tuple(tuple(tuple(shard[:before]) for shard in group) for group in keys)
+                # Of windows and states the end alone is needed: the rest may go first.
+                needed = (g.needed_from(before * layout.block_tokens) for g in layout.groups)
+                run = tuple(
+                    tuple(tuple(shard[start // layout.block_tokens : before]) for shard in group)
+                    for start, group in zip(needed, keys, strict=True)
+                )
                 out.append(self._open(request, state, blocks, run))
             first += count
             state.saved_blocks = first
@@ -192,7 +205,10 @@ class SavePlanner:
         layout = self._layout
         if not states or state.save_barred:
             return
-        tokens = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        tokens = request.num_prompt_tokens
+        generated = max(s.num_tokens for s in states) > tokens
+        if generated and self._generated.wanted(state, self._clock()):
+            tokens = request.num_tokens
         most = state.own_settings(request).max_save_tokens
         tokens = tokens if most is None else min(tokens, most)
         last = max(s.num_tokens for s in states) // layout.block_tokens
@@ -210,8 +226,9 @@ class SavePlanner:
         blocks: tuple[SaveBlock, ...],
         run: tuple[tuple[tuple[Key, ...], ...], ...] = (),
     ) -> SaveJob:
-        job = self._ledger.open(request.request_id, blocks, run)
+        job = self._ledger.open(request.request_id, blocks, run, trace_id(request))
         self._events.saving(request, job)
+        self._generated.saving(request, state, job)
         self._retainer.saving(state.own_settings(request).retain, job)
         return job
 
@@ -229,6 +246,7 @@ class SavePlanner:
             self._ledger.drop(job.job_id)
             self._tell(job.job_id, ())
 
-    def _tell(self, job_id: int, stored: Iterable[int]) -> None:
+    def _tell(self, job_id: int, stored: Collection[int]) -> None:
         self._events.saved(job_id, stored)
+        self._generated.saved(job_id, stored, self._clock())
         self._retainer.saved(job_id, stored)

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 KV_HEADS = re.compile(
     r"(kv|key_value)_(n_)?heads?(?!_(dim|size))|heads?_(kv|key_value)$|(attention|query)_groups?"
 )
-"""Of what models call their number of KV heads, wherever it stands in their configuration."""
+"""Matches what models call their number of KV heads, wherever it stands in their configuration."""
 HEADS_IN_GROUP = re.compile(r"heads_in_group")
-"""Says heads by another number, which differs from layer to layer."""
+"""Matches a name that gives heads by another number, which differs from layer to layer."""
 WINDOWED = re.compile(r"(^|_)(swa|sliding|local|window)")
-"""In a name: of the layers with a sliding window only."""
+"""Matches a name that concerns the layers with a sliding window only."""
 OTHER_MODELS = ("vision_config", "audio_config", "speech_config")
 """Parts of a configuration whose layers have no KV cache."""
 DEPTH_MAX = 6
-"""Of a nested configuration; what lies deeper is not looked at."""
+"""Depth of a nested configuration that is searched."""
 
 
 def tp_shards(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfig) -> int:
-    """Distinct parts of the group's KV among the tensor-parallel workers."""
+    """Return the number of distinct parts of the group's KV among the tensor-parallel workers."""
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     if spec.max_tp_shards is not None:
         return min(tp_size, int(spec.max_tp_shards))
@@ -65,7 +65,8 @@ def one_size(
 
 
 def _heads(spec: KVCacheSpec, layer_names: Iterable[str], vllm_config: VllmConfig) -> set[int]:
-    """KV heads that the layers may have in the whole model, by the configuration."""
+    """Return the numbers of KV heads that the layers may have in the whole model, by the
+    configuration."""
     model = vllm_config.model_config
     arch, speculative = model.model_arch_config, vllm_config.speculative_config
     if arch.per_layer_overrides is not None:
@@ -120,7 +121,7 @@ def _heads_by_window(spec: KVCacheSpec, text_config: object) -> set[int] | None:
 
 
 def _named(config: object, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """(name, value) of everything in a configuration that is a number of KV heads."""
+    """Yield (name, value) of everything in a configuration that is a number of KV heads."""
     if depth > DEPTH_MAX:
         return
     if not isinstance(config, Mapping):

@@ -62,14 +62,14 @@ KINDS = {
     ),
     "EncoderOnlyAttentionSpec": GroupKind(Fate.REFUSED, "it attends to all tokens in every step"),
 }
-"""By the name of the class, each that vLLM 0.32 and 0.33 give to a layer."""
+"""Every class that vLLM 0.32 and 0.33 give to a layer, by name."""
 
 
 class Group(NamedTuple):
     """Names one of vLLM's groups that is stored."""
 
     number: int
-    """vLLM's own, counted over all groups."""
+    """vLLM's number, counted over all groups."""
     group: KVCacheGroupSpec
 
 
@@ -78,7 +78,7 @@ class Groups(NamedTuple):
 
     stored: tuple[Group, ...]
     left_out: tuple[str, ...]
-    """Number, kind and reason of each of the others."""
+    """Number, kind and reason of each group that is left out."""
 
 
 def sorted_groups(kv_cache_config: KVCacheConfig) -> Groups:

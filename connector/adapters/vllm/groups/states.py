@@ -27,7 +27,8 @@ CACHE_MODE = "align"
 
 
 def state_spec(number: int, spec: KVCacheSpec) -> MambaSpec | None:
-    """Spec of the first layer of group `number`, None when they are not state-space layers.
+    """Return the spec of the first layer of group `number`, None when they are not state-space
+    layers.
 
     Raises `UsageError` for states that cannot be stored.
     """
