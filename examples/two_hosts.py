@@ -2,7 +2,7 @@
 
 export KVSTORE_SECRET=... KVSTORE_URL=redis://HOST:6379
 
-a$ kvstore node --listen :7400
+a$ kvstore node --listen
 a$ python examples/two_hosts.py put
 b$ python examples/two_hosts.py get
 """
