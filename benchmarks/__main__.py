@@ -6,11 +6,12 @@ from argparse import ArgumentParser
 
 from benchmarks.report import show
 from benchmarks.suites import (
+    adoption,
     blocks,
     crowd,
     deadlines,
+    disk,
     events,
-    eviction,
     gpu,
     hybrids,
     index,
@@ -27,11 +28,12 @@ from benchmarks.suites import (
 )
 
 SUITES = {
+    "adoption": adoption,
     "blocks": blocks,
     "crowd": crowd,
     "deadlines": deadlines,
+    "disk": disk,
     "events": events,
-    "eviction": eviction,
     "gpu": gpu,
     "hybrids": hybrids,
     "index": index,

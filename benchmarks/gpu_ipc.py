@@ -19,7 +19,8 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore.client.vram.nodes import VramNodes
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.vram import VramNodes
 from kvstore.core.events import Commit, Reserve
 from kvstore.cuda.base import CudaDevice, DeviceRange, Stream
 from kvstore.cuda.bindings import open_device
@@ -127,7 +128,7 @@ def _read(
         WantedAnywhere(key, at, [DeviceRange(to + start, block_bytes, device.ordinal)])
         for start, (key, at) in zip(starts, there, strict=True)
     ]
-    nodes = VramNodes(run_dir, "kv:default", device)
+    nodes = VramNodes(NodeDirectory(run_dir, MemoryIndex(), "kv:default"), device)
     word = NodeDir(run_dir, "vram").announcement()
     assert word is not None
     stream = device.stream()

@@ -69,7 +69,7 @@ def locked(cuda: Any, memory: memoryview, part_bytes: int, patience_s: float) ->
     Return the bytes that were locked and the seconds.
     """
     from connector.copiers.cuda.page_lock import LockedPool
-    from kvstore import PoolMapping
+    from kvstore.spi import PoolMapping
 
     total = 0
 

@@ -6,8 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -17,6 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray, RawValue
 from pathlib import Path
 from typing import Any
+
+from services import Service, node_command, node_up
 
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.index.outage import GuardedIndex
@@ -195,9 +195,8 @@ class NodeProcess:
         self.run_dir = run_dir
         self.events = f"ipc://{run_dir}/events"
         self.directory = NodeDir(run_dir, "node")
-        self._command = [sys.executable, "-m", "kvstore.cli", "node", "--url", url]
-        self._command += ["--run-dir", str(run_dir), "--size", str(size_bytes)]
-        self._command += ["--events", self.events] if events else []
+        options = ["--events", self.events] if events else []
+        self._command = node_command(run_dir, size_bytes, "--url", url, *options)
         self.start()
 
     def start(self) -> None:
@@ -206,17 +205,10 @@ class NodeProcess:
             "PYTHONDONTWRITEBYTECODE": "",
             "PYTHONPYCACHEPREFIX": str(self.directory.path.parent.parent / "compiled"),
         }
-        self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, env=os.environ | compiled
-        )
+        self.process = Service(self._command, self.run_dir / "node.log", env=compiled)
 
     def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            raise RuntimeError("the node did not start: see what it said above")
+        self.process.wait(node_up(self.run_dir))
 
     def stop(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        self.process.wait(STOP_TIMEOUT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.end(number)

@@ -43,15 +43,21 @@ def micros(seconds: float) -> float:
 
 
 def machine(url: str) -> dict[str, Any]:
-    """Describe the class of machine, never its name."""
+    """Describe the class of machine, never its name, and its Redis."""
     import redis  # the only part that a machine without one cannot do
 
+    server = redis.Redis.from_url(url)
+    versions = {"redis": server.info("server")["redis_version"], "redis_py": version("redis")}
+    return machine_alone() | versions
+
+
+def machine_alone() -> dict[str, Any]:
+    """Describe the class of machine, never its name."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
-    server = redis.Redis.from_url(url)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": cpu,
@@ -59,8 +65,6 @@ def machine(url: str) -> dict[str, Any]:
         "memory_gib": round(memory_bytes / (1 << 30)),
         "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
-        "redis": server.info("server")["redis_version"],
-        "redis_py": version("redis"),
         "load_1min": round(os.getloadavg()[0], 1),
     }
 

@@ -9,32 +9,73 @@ so that only the store has a prefix.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+
+import numpy
 
 from benchmarks.hybrids.layouts import Planned
 from connector import build
 from connector.layout.geometry import StoreLayout
 from connector.messages import LoadJob, SaveJob, WorkerReport
+from connector.scheduler import lookup
 from connector.settings import ConnectorSettings
-from kvstore import BlockRef, Key, MissReason
+from kvstore import MissReason
 from kvstore.client.base import LookupResult
 from kvstore.core.answers import Grant
 from kvstore.core.events import Commit, Reserve, Touch
 from kvstore.core.node import NodeCore
 from kvstore.limits import SLOT_BYTES_MIN
+from kvstore.spi import BlockRef, Key
 from kvstore.testing.blockstore import MemoryBlockStore
 
 SESSION, NAMESPACE = 1, 7
-STEP_TOKENS = 16_384
+STEP_TOKENS = 65_536
 PROMPT_BLOCK_TOKENS = 64
 """Of the trace's blocks."""
 PROMPT_TOKENS_MAX = 1 << 20
 STEPS_MAX = 10_000
 """Of one prompt."""
 RECORD = b"in the core"
+
+
+class Tokens(array):  # type: ignore[type-arg]
+    """Holds token ids as the connector hashes them: what vLLM and it do with them is a copy."""
+
+    @classmethod
+    def of(cls, blocks: Sequence[int]) -> Tokens:
+        """Return the tokens of blocks of the trace: each is the name of its block."""
+        names = numpy.asarray(blocks, dtype=numpy.uint32)
+        return cls("I", numpy.repeat(names, PROMPT_BLOCK_TOKENS).tobytes())
+
+    def copy(self) -> Tokens:
+        return type(self)(self.typecode, self)
+
+
+class AtOnce:
+    """Stands for a `WorkThread`: handles what it is given before `put` returns."""
+
+    full = False
+
+    def __init__(self, name: str, handle: Callable[[Any], None], items_max: int) -> None:
+        self._handle = handle
+
+    def start(self, first: Callable[[], None] | None = None) -> None:
+        if first is not None:
+            first()
+
+    def put(self, item: object) -> bool:
+        self._handle(item)
+        return True
+
+    def end(self) -> None: ...
+
+    def join(self, timeout_s: float) -> bool:
+        return True
 
 
 class CoreStore(MemoryBlockStore):
@@ -44,6 +85,7 @@ class CoreStore(MemoryBlockStore):
         super().__init__()
         whole = size_bytes // SLOT_BYTES_MIN * SLOT_BYTES_MIN
         self.core = NodeCore(node_id=1, epoch=1, size_bytes=whole)
+        self.core.reuse = mock.Mock(told=dict)  # a statistic that decides nothing
         self.now = 0.0
 
     def lookup(self, keys: Sequence[Key], timeout_s: float | None = None) -> LookupResult:
@@ -65,9 +107,13 @@ class CoreStore(MemoryBlockStore):
         outbox.removed(outbox.take_removals(outbox.removals_pending))
         return all(key in self.core.blocks.by_key for key in keys)
 
-    def touch(self, keys: Sequence[Key]) -> None:
+    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
         if keys:
-            self.core.handle(Touch(SESSION, list(keys)), self.now)
+            self.core.handle(Touch(SESSION, list(keys), saved=saved), self.now)
+
+    def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
+        slots = map(self.core.blocks.by_key.get, keys)
+        return [False if slot is None else slot.read or None for slot in slots]
 
     @property
     def used_bytes(self) -> int:
@@ -82,7 +128,6 @@ class Engine:
     ) -> None:
         """`size_bytes` are the store's; None: there is none, to ask for the `layout` alone.
         `settings` are the connector's; `folder` takes the files of a model that nobody loads."""
-        from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
@@ -100,7 +145,10 @@ class Engine:
         self.store = CoreStore(size_bytes or 1 << 40)
         told = kv_cache_utils.generate_scheduler_kv_cache_config([kv_cache])
         block, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(told, config)
-        with mock.patch.object(build, "open_store", return_value=self.store):
+        with (
+            mock.patch.object(build, "open_store", return_value=self.store),
+            mock.patch.object(lookup, "WorkThread", AtOnce),
+        ):
             self._scheduler = Scheduler(
                 vllm_config=config,
                 kv_cache_config=told,
@@ -111,31 +159,37 @@ class Engine:
             )
             # The store is opened by the first look-up.
             self._scheduler.connector._scheduler._store.get()
-        hash_fn = get_hash_fn_by_name("sha256")
-        kv_cache_utils.init_none_hash(hash_fn)
-        self._hasher = kv_cache_utils.get_request_block_hasher(hashed, hash_fn)
+        self._hashed = hashed
         self._names = itertools.count()
+        self._answer: list[int] = []
         self.refused = 0
         self.saved_bytes = 0
         self.failed_loads = 0
 
-    def ask(self, tokens: list[int], now: float = 0.0) -> int:
-        """Return how many tokens of the prompt were not computed."""
+    def ask(self, blocks: Sequence[int], now: float = 0.0, answer: Sequence[int] = ()) -> int:
+        """Return how many tokens of the prompt were not computed. It is `blocks` of the trace, by
+        name, as is its `answer`."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         self.store.now = now
         assert self._scheduler.reset_prefix_cache(), "something is running still"
         name = f"r{next(self._names)}"
-        parameters = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        hashes = block_hashes([*blocks, *answer], self._hashed)
+        # The last token is no block's.
+        self._answer = [*Tokens.of(answer), 0]
+        most = len(self._answer)
+        parameters = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         parameters.update_from_generation_config({}, None)
         self._scheduler.add_request(
             Request(
                 request_id=name,
-                prompt_token_ids=tokens,
+                prompt_token_ids=Tokens.of(blocks),
                 sampling_params=parameters,
                 pooling_params=None,
-                block_hasher=self._hasher,
+                block_hasher=lambda request: hashes[
+                    len(request.block_hashes) : request.num_tokens // self._hashed
+                ],
             )
         )
         hit: int | None = None
@@ -159,7 +213,8 @@ class Engine:
             request = self._scheduler.requests[one]
             end = request.num_computed_tokens  # the scheduler has advanced it already
             begun = end - count
-            sampled[one] = [1] if end == request.num_tokens else []
+            answered = request.num_tokens - request.num_prompt_tokens
+            sampled[one] = [self._answer[answered]] if end == request.num_tokens else []
         plan = output.kv_connector_metadata.plan
         report = WorkerReport()
         loaded = {job.request_id for job in plan.loads}
@@ -200,7 +255,7 @@ class Engine:
                 self.refused += not self.store.save(keys, [size] * len(keys))
             if job.before:
                 before = [key for shard in job.before[group] for key in shard]
-                self.store.touch([*before, *keys])
+                self.store.touch([*before, *keys], saved=True)
         report.ended_saves[job.job_id] = 1
         report.stored_blocks[job.job_id] = frozenset(range(len(job.blocks)))
 
@@ -223,16 +278,28 @@ class Prompt(NamedTuple):
     at: float
     session: int
     blocks: list[int]
-    """What each of its blocks is made of: a token, `PROMPT_BLOCK_TOKENS` times."""
+    """Names of its blocks, of `PROMPT_BLOCK_TOKENS` each."""
+    answer: Sequence[int] = ()
+    """Those of its answer's blocks that are followed; the next prompt of the session has them."""
 
     @property
     def size(self) -> int:
         """Tokens of the prompt."""
         return len(self.blocks) * PROMPT_BLOCK_TOKENS
 
-    @property
-    def tokens(self) -> list[int]:
-        return [token for token in self.blocks for _ in range(PROMPT_BLOCK_TOKENS)]
+
+def block_hashes(blocks: Sequence[int], hashed_tokens: int) -> list[bytes]:
+    """Return the chained hashes of a prompt's full hash blocks, of `hashed_tokens` each. Those that
+    are parts of one block of the trace have one hash: nothing is looked for by it."""
+    hashes, last = [], b""
+    per, parts = (
+        hashed_tokens // PROMPT_BLOCK_TOKENS or 1,
+        PROMPT_BLOCK_TOKENS // hashed_tokens or 1,
+    )
+    for end in range(per, len(blocks) + 1, per):
+        last = sha256(last + array("q", blocks[end - per : end]).tobytes()).digest()
+        hashes += [last] * parts
+    return hashes
 
 
 def _config(folder: Path, planned: Planned, settings: dict[str, Any]) -> Any:

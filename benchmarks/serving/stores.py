@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from services import IsUp, Service, kvstore_command, listens
 
 from benchmarks.serving.engines import BLOCK_TOKENS, last_error
 from benchmarks.serving.floor import SETTING, write_possible
@@ -30,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 20.0
-POLL_S = 0.1
 MIB = 1 << 20
 SEGMENT_STEP_BYTES = 16 * MIB
 """What Mooncake divides its segments by."""
@@ -66,7 +63,7 @@ class Store:
     connector: dict[str, Any] | None = None
     """kv_transfer_config."""
     env: dict[str, str] = field(default_factory=dict)
-    server: subprocess.Popen[bytes] | None = None
+    server: Service | None = None
     version: str = ""
     mark: str | None = None
     """In the command lines of its processes that engines start."""
@@ -74,17 +71,11 @@ class Store:
     def kill(self) -> None:
         """Kill the server as the kernel would; without one there is nothing to kill."""
         if self.server is not None:
-            self.server.send_signal(signal.SIGKILL)
+            self.server.process.kill()
 
     def close(self) -> None:
-        if self.server is None or self.server.poll() is not None:
-            return
-        self.server.terminate()
-        try:
-            self.server.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.server.kill()
-            self.server.wait(STOP_TIMEOUT_S)
+        if self.server is not None:
+            self.server.close()
 
 
 def start_none(place: Place) -> Store:
@@ -111,11 +102,9 @@ def start_floor(place: Place) -> Store:
 def start_kvstore(place: Place, *options: str, **extra: Any) -> Store:
     """`kvstore up`, and engines that are told its directory: everything else by default."""
     run_dir = place.run_dir
-    command = [sys.executable, "-m", "kvstore.cli", "up", *options]
-    command += ["--run-dir", str(run_dir), "--size", str(place.size_bytes)]
-    log = place.folder / "server.log"
-    server = _start(command, log, {})
-    _wait(server, log, lambda: "Ctrl-C ends it" in log.read_text(errors="replace"))
+    words = "--run-dir", str(run_dir), "--size", str(place.size_bytes)
+    command = kvstore_command("up", *options, *words)
+    server = _started(command, place, {}, lambda service: "Ctrl-C ends it" in service.said())
     return Store(
         Path(sys.executable),
         {
@@ -136,12 +125,10 @@ def start_mooncake(place: Place) -> Store:
     port, metrics = free_port(), free_port()
     command = [str(program), f"--rpc_port={port}", f"--rpc_address={HOST}"]
     command += [f"--metrics_port={metrics}", f"--metrics_host={HOST}"]
-    log = place.folder / "server.log"
     env = {"LD_LIBRARY_PATH": libraries(place.peers)}
     if cuda_runtime(place.peers) is None:
         raise StoreMissingError(f"no libcudart.so.12 in {place.peers}: {INSTALL}")
-    server = _start(command, log, env)
-    _wait(server, log, lambda: _listens(port))
+    server = _started(command, place, env, listens(port))
     share = max(place.size_bytes // place.engines // SEGMENT_STEP_BYTES, 1) * SEGMENT_STEP_BYTES
     config = place.folder / "mooncake.json"
     config.write_text(
@@ -185,10 +172,8 @@ def start_lmcache(place: Place, chunk_tokens: int = BLOCK_TOKENS) -> Store:
     command += ["--l1-size-gb", str(place.size_bytes / (1 << 30))]
     command += ["--chunk-size", str(chunk_tokens), "--supported-transfer-mode", "auto"]
     command += ["--shm-name", f"kvb-{os.getpid()}-{port}"]
-    log = place.folder / "server.log"
     env = {"LMCACHE_TRACK_USAGE": "false", "LD_LIBRARY_PATH": libraries(place.peers)}
-    server = _start(command, log, env)
-    _wait(server, log, lambda: _listens(port))
+    server = _started(command, place, env, listens(port))
     return Store(
         place.peers / "bin" / "python",
         {
@@ -231,37 +216,17 @@ def _program(peers: Path, name: str) -> Path:
     return program
 
 
-def _start(command: Sequence[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            command,
-            env=os.environ | env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _wait(server: subprocess.Popen[bytes], log: Path, ready: Callable[[], bool]) -> None:
-    """Return when it is ready. Raises `StoreMissingError` when it ends or takes too long."""
-    give_up_at = time.monotonic() + START_TIMEOUT_S
-    while not ready():
-        if server.poll() is not None:
-            raise StoreMissingError(f"its server ended at once: {last_error(log)}")
-        if time.monotonic() > give_up_at:
-            server.kill()
-            server.wait(STOP_TIMEOUT_S)
-            raise StoreMissingError(
-                f"its server was not ready in {START_TIMEOUT_S:.0f} s: {last_error(log)}"
-            )
-        time.sleep(POLL_S)
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection((HOST, port), 1.0).close()
-        return True
-    return False
+def _started(command: Sequence[str], place: Place, env: dict[str, str], up: IsUp) -> Service:
+    """Return the server when it is up. Raises `StoreMissingError` when it ends or takes too
+    long."""
+    server = Service(command, place.folder / "server.log", env=env)
+    try:
+        return server.wait(up, START_TIMEOUT_S)
+    except RuntimeError as e:
+        how = str(e).partition(", see")[0]
+        raise StoreMissingError(
+            f"its server{how.removeprefix('it')}: {last_error(server.log)}"
+        ) from e
 
 
 def free_port() -> int:

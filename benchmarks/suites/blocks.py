@@ -26,8 +26,8 @@ from benchmarks.processes import NodeProcess, Worker, lone_node
 from benchmarks.report import Row, machine, micros, percentile
 from connector import PromptKeys
 from connector.layout.block_hashes import ALGORITHM
-from kvstore import BlockSession, Reservation, in_batches
 from kvstore import Namespace as KeyNamespace
+from kvstore.spi import BlockSession, Reservation, in_batches
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 8192

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.processes import NodeProcess, Worker, lone_node
 from benchmarks.report import Row, machine, percentile
 from kvstore import Client
-from kvstore.client.local.control import ControlChannel
+from kvstore.client.nodes.control import ControlChannel
 from kvstore.errors import PeerError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.nodedir import node_dirs

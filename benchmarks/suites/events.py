@@ -13,8 +13,9 @@ from typing import Any
 from benchmarks.local_workers import PATIENT
 from benchmarks.processes import Worker, lone_node
 from benchmarks.report import Row, machine, percentile
-from kvstore import Client, Residency
+from kvstore import Client
 from kvstore import Namespace as KeyNamespace
+from kvstore.spi import Residency
 
 TIMEOUT_S = 120.0
 POLL_S = 0.0005

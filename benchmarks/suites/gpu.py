@@ -115,7 +115,7 @@ class Rig:
         from connector.copiers.cuda.queue import Cuda, CudaStream, QueuedDevice
         from connector.layout.geometry import KVGeometry
         from connector.limits import DEVICE_PAGES_MAX
-        from kvstore import PoolMapping
+        from kvstore.spi import PoolMapping
 
         geometry = KVGeometry(
             layers=shape.layers,

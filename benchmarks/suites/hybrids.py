@@ -3,6 +3,7 @@ hybrid models: what is found, next to what would be if all layers had full atten
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import tempfile
@@ -33,6 +34,13 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--live", type=int, default=LIVE, help="sessions at the same time (%(default)s)"
     )
+    parser.add_argument(
+        "--answers",
+        type=int,
+        default=0,
+        metavar="BLOCKS",
+        help="of 64 tokens that each request generates, if the next one has them (%(default)s)",
+    )
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument(
         "--capacities",
@@ -51,7 +59,8 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
-    prompts = trace(options.sessions, options.every, options.live)[: options.requests]
+    every, live, answers = options.every, options.live, options.answers
+    prompts = trace(options.sessions, every, live, answers)[: options.requests]
     about = {
         "trace": options.sessions.name,
         "sessions": len({prompt.session for prompt in prompts}),
@@ -101,15 +110,17 @@ def replayed(
         live = live_bytes(prompts, one)
         engine = Engine(planned, int(capacity * live), Path(folder), **settings)
         try:
-            hits = sum(engine.ask(prompt.tokens, prompt.at) for prompt in prompts)
+            hits = sum(engine.ask(p.blocks, p.at, p.answer) for p in prompts)
         finally:
             engine.close()
+    counts = engine.store.core.blocks.watched.bytes
     end = engine.layout.block_tokens * 64
     more = engine.needed_bytes(end + engine.layout.block_tokens) - engine.needed_bytes(end)
     return {
         "hit": hits / sum(prompt.size for prompt in prompts),
         "live_gib": round(live / (1 << 30), 2),
         "saved_gib": round(engine.saved_bytes / (1 << 30), 2),
+        "read": round(counts["ever_read_bytes"] / counts["stored_bytes"], 3),
         # What windows and states at one place weigh, in tokens of attention.
         "checkpoint_tokens": round((engine.needed_bytes(end) / more - 64) * end / 64),
         "block_tokens": engine.layout.block_tokens,
@@ -133,7 +144,7 @@ def live_bytes(prompts: Sequence[Prompt], engine: Engine) -> float:
     return fmean(sums)
 
 
-def trace(path: Path, every: int, live: int) -> list[Prompt]:
+def trace(path: Path, every: int, live: int, answers: int = 0) -> list[Prompt]:
     """Return prompts of every so manyth session, in the order of their time. Sessions begin by
     chance, so often that about `live` of them are at the same time."""
     sessions = [json.loads(line) for line in path.read_text().splitlines()][::every]
@@ -143,8 +154,16 @@ def trace(path: Path, every: int, live: int) -> list[Prompt]:
     began = 0.0
     for number, requests in enumerate(sessions):
         began += source.expovariate(1 / each_s)
-        prompts += _session(number, began, requests)
+        prompts += _answered([*_session(number, began, requests)], answers)
     return sorted(prompts, key=lambda prompt: prompt.at)
+
+
+def _answered(prompts: Sequence[Prompt], blocks: int) -> Iterator[Prompt]:
+    """Give each request the first `blocks` that the next one adds to its prompt as its answer."""
+    for prompt, after in itertools.zip_longest(prompts, prompts[1:], fillvalue=prompts[-1]):
+        size = len(prompt.blocks)
+        goes_on = after.blocks[:size] == prompt.blocks
+        yield prompt._replace(answer=after.blocks[size : size + blocks] if goes_on else [])
 
 
 def _session(number: int, began: float, requests: Sequence[Sequence[Any]]) -> Iterator[Prompt]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -24,9 +23,7 @@ from connector.scheduler.lazy_store import LazyStore
 from connector.settings import ConnectorSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.worker import WorkerCore
-from kvstore import BlockSession
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "lib"))
+from kvstore.spi import BlockSession
 
 LAYERS, HEADS, HEAD_SIZE = 32, 8, 128
 ENGINE_BLOCK, BLOCK_TOKENS = 16, 64

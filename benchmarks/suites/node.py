@@ -16,8 +16,8 @@ import redis
 from benchmarks.local_workers import PATIENT
 from benchmarks.processes import NodeProcess, Worker, lone_node
 from benchmarks.report import Row, machine, percentile
-from kvstore import BlockSession, Reservation, in_batches
 from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.spi import BlockSession, Reservation, in_batches
 from kvstore.types import KEY_BYTES, Key
 
 SIZE_BYTES = 1 << 30

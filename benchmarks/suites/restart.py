@@ -16,7 +16,7 @@ from benchmarks.processes import NodeProcess, lone_node
 from benchmarks.report import Row, machine, percentile
 from kvstore import Client
 from kvstore import Namespace as KeyNamespace
-from kvstore.client.local.control import ControlChannel
+from kvstore.client.nodes.control import ControlChannel
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.protocol.control import Op
 from kvstore.types import Key

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.processes import lone_redis
 from benchmarks.report import Row, machine
-from benchmarks.serving import peers_venv
+from benchmarks.serving import peers_venv, slow_disk
 from benchmarks.serving.engines import BLOCK_TOKENS
 from benchmarks.serving.family import become_subreaper
 from benchmarks.serving.replay import ENGINES, Settings, Turn, about_versions, take_turn
@@ -31,8 +31,6 @@ from benchmarks.serving.report import (
 from benchmarks.serving.scenarios import GIB, SCENARIOS, Scenario, quick
 from benchmarks.serving.sessions import Load, Session, load_of, sessions
 from benchmarks.serving.stores import CONNECTORS, MIB, VARIANTS
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "lib"))
 
 SEED = 7
 DTYPE = "float32"
@@ -53,7 +51,10 @@ def arguments(parser: ArgumentParser) -> None:
         help="again for more",
     )
     parser.add_argument(
-        "--scenario", action="append", choices=[*SCENARIOS], help="again for more; default: full"
+        "--scenario",
+        action="append",
+        choices=[*SCENARIOS, slow_disk.NAME],
+        help=f"again for more; default: full. {slow_disk.NAME} is a table of its own, for root",
     )
     parser.add_argument("--turns", type=int, default=1, help="of each connector; 3 or more tell")
     parser.add_argument(
@@ -97,7 +98,11 @@ def run(options: Namespace) -> tuple[dict[str, Any], list[Row]]:
     about |= {"date": datetime.now(UTC).date().isoformat(), "dtype": dtype}
     about["sessions"] = options.sessions.name if options.sessions else f"from seed {options.seed}"
     with tempfile.TemporaryDirectory(prefix="kvb-model-") as where:
-        bench = Bench(options, dtype, _model(Path(where)))
+        model = _model(Path(where))
+        if slow_disk.NAME in (options.scenario or ()):
+            out = options.out.absolute()
+            return about, slow_disk.measure(model, dtype, out, options.turns, options.seed)
+        bench = Bench(options, dtype, model)
         made: list[Row] = []
         for name in options.scenario or ["full"]:
             made += bench.measure(name)

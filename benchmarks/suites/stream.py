@@ -26,9 +26,9 @@ from kvstore.node import Node, NodeConfig
 from kvstore.node.stream import service
 from kvstore.protocol import stream as stream_wire
 from kvstore.protocol import stream_seal
+from kvstore.protocol.chunks import Digests
 from kvstore.testing.hosts import Hosts, why_not
 from kvstore.transport.stream import channel, transport
-from kvstore.transport.stream.chunks import Digests
 from kvstore.transport.stream.security import StreamSecurity
 
 MIB = 1 << 20

@@ -6,7 +6,6 @@ Also of many hits at once, and of the first hits of an engine that has just star
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -20,8 +19,6 @@ from benchmarks.report import Row, machine, median, percentile, ratios, spread
 from benchmarks.serving.family import read_process
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "lib"))
-
 PROMPT_TOKENS = 2050
 """A multiple of the block, and a tail: the last token is always computed."""
 BLOCK_TOKENS = 64
