@@ -6,19 +6,20 @@ import argparse
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from services import Service, node_command, redis_command
+
 from kvstore.errors import KVStoreError
-from kvstore.index.embedded_redis.server import find_server
 from kvstore.rundir import private_dir
 from kvstore.testing.hosts import SWITCH, Hosts, why_not
 
-REDIS_PORT, STREAM_PORT = 6379, 7401
+REDIS_PORT = 6379
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 DESCRIPTION = """\
@@ -64,72 +65,64 @@ class Places:
         }
 
 
-def start(
-    hosts: Hosts, places: Places, size: str, options: Sequence[str] = ()
-) -> list[subprocess.Popen[bytes]]:
+def start(hosts: Hosts, places: Places, size: str, options: Sequence[str] = ()) -> list[Service]:
     """Start Redis on the switch, then a node on every host; all answer on return."""
     server = start_redis(hosts, places)
     nodes = [start_node(hosts, places, host, size, options) for host in hosts.names]
-    for node, host in zip(nodes, hosts.names, strict=True):
-        wait_ready(node, places.host(host) / "log")
+    for node in nodes:
+        wait_ready(node)
     return [server, *nodes]
 
 
-def start_redis(hosts: Hosts, places: Places) -> subprocess.Popen[bytes]:
+def start_redis(hosts: Hosts, places: Places) -> Service:
     """Start Redis on the switch, and make the secret that nodes and clients share."""
     places.secret.write_text(secrets.token_hex(32))
     places.secret.chmod(0o600)
     bind = hosts.address(SWITCH)
-    redis = [str(find_server().path), "--bind", bind, "--port", str(REDIS_PORT), "--save", ""]
-    redis += ["--protected-mode", "no", "--dir", str(places.host(SWITCH))]
-    with (places.host(SWITCH) / "log").open("ab") as log:
-        return hosts.popen(SWITCH, redis, stdout=log, stderr=log)
+    directory = places.host(SWITCH)
+    options = "--bind", bind, "--port", str(REDIS_PORT), "--protected-mode", "no"
+    redis = redis_command(directory, *options)
+    return Service(redis, directory / "log", more_log=True, popen=partial(hosts.popen, SWITCH))
 
 
 def start_node(
     hosts: Hosts, places: Places, host: str, size: str, options: Sequence[str] = ()
-) -> subprocess.Popen[bytes]:
+) -> Service:
     """Start the memory node of one host; its output is `log` in the host's directory."""
-    node = [sys.executable, "-m", "kvstore.cli", "node", "--name", f"node-{host}", "--size", size]
-    node += ["--listen", f"{hosts.address(host)}:{STREAM_PORT}", *options]
-    with (places.host(host) / "log").open("wb") as log:
-        return hosts.popen(host, node, stdout=log, stderr=log, env=places.environment(hosts, host))
+    directory = places.host(host)
+    more = "--name", f"node-{host}", "--listen", str(hosts.address(host))
+    node = node_command(directory, size, *more, *options)
+    env = places.environment(hosts, host)
+    return Service(node, directory / "log", env=env, popen=partial(hosts.popen, host))
 
 
-def wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_ready(node: Service) -> None:
     """Return when the node says in its log that it is ready. Raises `SystemExit` with what it said
     instead."""
-    give_up_at = time.monotonic() + START_TIMEOUT_S
-    while "ready" not in (said := log.read_text()):
-        if process.poll() is not None or time.monotonic() > give_up_at:
-            raise SystemExit(f"a node did not start:\n{said}")
-        time.sleep(0.05)
+    try:
+        node.wait(lambda service: "ready" in service.said(), START_TIMEOUT_S)
+    except RuntimeError as e:
+        raise SystemExit(f"a node did not start: {e}") from e
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes, nodes first, so that they can say goodbye to Redis."""
-    give_up_at = time.monotonic() + STOP_TIMEOUT_S
-    for process in reversed(processes):
-        process.terminate()
-        try:
-            process.wait(max(0.1, give_up_at - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def stop(services: Sequence[Service]) -> None:
+    """End them, nodes first, so that they can say goodbye to Redis."""
+    for service in reversed(services):
+        service.end(timeout_s=STOP_TIMEOUT_S)
 
 
 def up(args: argparse.Namespace) -> int:
     hosts, places = Hosts(args.hosts, name=args.name), Places(args.name)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with hosts:
-        processes: list[subprocess.Popen[bytes]] = []
+        services: list[Service] = []
         try:
-            processes = start(hosts, places, args.size, args.node_option)
+            services = start(hosts, places, args.size, args.node_option)
             print(f"Redis on {hosts.address(SWITCH)}:{REDIS_PORT}")
             for host in hosts.names:
                 print(f"host {host}: {hosts.address(host)}, files in {places.host(host)}")
             print("try: scripts/cluster run a -- kvstore put greeting README.md", flush=True)
-            while all(process.poll() is None for process in processes):
+            while all(service.runs for service in services):
                 time.sleep(0.5)
             print("a process of the cluster ended; see the logs", file=sys.stderr)
             return 1
@@ -137,7 +130,7 @@ def up(args: argparse.Namespace) -> int:
             return 0
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been heard
-            stop(processes)
+            stop(services)
 
 
 def run(args: argparse.Namespace) -> int:

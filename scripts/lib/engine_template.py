@@ -171,6 +171,13 @@ def start_engine(
     )
 
 
+def prepare(python: str, environment: Mapping[str, str]) -> None:
+    """Have the template of `python` import, while its caller does something else."""
+    with _lock:
+        if python not in _templates:
+            _templates[python] = Template(python, environment)
+
+
 def fork_engine(
     on: Sequence[str],
     command: Sequence[str],

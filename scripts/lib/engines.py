@@ -66,6 +66,20 @@ def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     }
 
 
+def environment_of(settings: EngineSettings) -> dict[str, str]:
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if settings.in_process else "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **({"VLLM_CPU_OMP_THREADS_BIND": settings.cpus} if settings.cpus else {}),
+        **settings.env,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Generated:
     """Holds one finished request."""
@@ -96,21 +110,9 @@ class EngineProcess:
     ) -> None:
         """`program` is what runs in the process: this file, or another that calls `serve`. `python`
         runs it, where it is not the caller's. `on` is a command that starts what follows it
-        somewhere else (`Hosts.command`). Calls that take longer raise `TimeoutError`. A `fresh`
-        one imports vLLM itself, as an engine of a user does, or none of it; others are forked
-        (engine_template.py) where they can be."""
+        somewhere else (`Hosts.command`). Calls that take longer raise `TimeoutError`. A `fresh` one
+        imports vLLM itself, as a user's engine does, or none; others are forked where they can."""
         ours, theirs = socket.socketpair()
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if settings.in_process else "1",
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            **({"VLLM_CPU_OMP_THREADS_BIND": settings.cpus} if settings.cpus else {}),
-            **settings.env,
-        }
         request = json.dumps({"model": str(model), "settings": asdict(settings)})
         self.log = log
         self._call_timeout_s = call_timeout_s
@@ -121,7 +123,7 @@ class EngineProcess:
         self._process = start(
             [*on, str(python or sys.executable)],
             arguments,
-            environment,
+            environment_of(settings),
             pass_fd=theirs.fileno(),
             cwd=cwd,
             log=self._log,

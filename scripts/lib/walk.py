@@ -25,13 +25,14 @@ from connector.layout.topology import TpKVTopology
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob
 from connector.scheduler.lazy_store import LazyStore
 from connector.worker.worker import WorkerCore
-from kvstore import BlockSession, Client, Limits
+from kvstore import Client, Limits
 from kvstore.client.base import BlockRef
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.node import Node, NodeConfig
 from kvstore.nodedir import sweep
+from kvstore.spi import BlockSession
 from kvstore.transport.stream.security import StreamSecurity
 
 HOME = Path(__file__).resolve().parents[2]

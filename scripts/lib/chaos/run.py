@@ -19,7 +19,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from demo_model import MODEL
 from engines import EngineProcess, EngineSettings, build_model, kv_transfer
+from services import Service, node_command, node_up, redis_command, redis_up
 
 from chaos import plan
 from chaos.load import Load, ask
@@ -37,9 +37,7 @@ from chaos.report import draw, show
 from kvstore import Client
 from kvstore.errors import IndexUnavailableError, PeerError
 from kvstore.index.base import KeyRecord
-from kvstore.index.embedded_redis.server import find_server
 from kvstore.index.redis.index import open_index
-from kvstore.nodedir import NodeDir
 from kvstore.record import unpack_record
 from kvstore.testing.crash.workers import WorkerPlace
 from kvstore.testing.forgery import forge
@@ -49,7 +47,6 @@ ENGINES = 2
 FAR_ENGINE = 1
 """This one is on another host than the node."""
 NODE_BYTES = 1 << 30
-START_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 1.0
 LISTED_MAX = 256
 LIE_EVERY_S = 0.05
@@ -77,7 +74,7 @@ class Store:
         self.far_run_dir = Path(tempfile.mkdtemp(prefix="kvc-"))
         """Of the other host."""
         self.environment = {"KVSTORE_SECRET": secrets.token_hex()}
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.services: dict[str, Service] = {}
         self.forged = self.flipped = self.tampered = 0
         self.between = FaultyProxy(self._to_node, address=(BETWEEN_HOST, 0))
         self.start("redis")
@@ -96,45 +93,28 @@ class Store:
 
     def start(self, who: str) -> None:
         if who == "redis":
-            command = [str(find_server().path), "--port", "0", "--unixsocket", str(self.socket)]
-            command += ["--save", "", "--dir", str(self.run_dir)]
+            up = redis_up(self.socket)
+            command = redis_command(self.run_dir, "--port", "0", "--unixsocket", str(self.socket))
         else:
-            command = [sys.executable, "-m", "kvstore.cli", "node", "--url", self.url]
-            command += ["--run-dir", str(self.run_dir), "--key-prefix", KEY_PREFIX]
-            command += ["--size", str(NODE_BYTES), "--end-with-parent", str(os.getpid())]
-            command += ["--listen", f"{HERE_HOST}:{self.between.address[1]}"]
-            command += ["--advertise", BETWEEN_HOST]
-        environment = {**os.environ, **self.environment}
-        with (self.out / f"{who}.log").open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        self.processes[who] = process
-        give_up_at = time.monotonic() + START_TIMEOUT_S
-        while not self._up(who, process.pid):
-            if process.poll() is not None or time.monotonic() > give_up_at:
-                raise RuntimeError(f"{who} did not start, see {self.out}/{who}.log")
-            time.sleep(0.02)
-
-    def _up(self, who: str, pid: int) -> bool:
-        if who == "redis":  # a socket stays behind when its server is killed
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
-                asking.settimeout(ASK_TIMEOUT_S)
-                asking.connect(str(self.socket))
-                asking.sendall(b"PING\r\n")
-                return asking.recv(16) == b"+PONG\r\n"
-            return False
-        directory = NodeDir(self.run_dir, "node")
-        word = directory.announcement()
-        return word is not None and word.pid == pid and directory.socket.exists()
+            up = node_up(self.run_dir)
+            command = node_command(
+                self.run_dir,
+                NODE_BYTES,
+                *("--url", self.url, "--key-prefix", KEY_PREFIX),
+                *("--end-with-parent", str(os.getpid())),
+                *("--listen", f"{HERE_HOST}:{self.between.address[1]}"),
+                *("--advertise", BETWEEN_HOST),
+            )
+        log = self.out / f"{who}.log"
+        service = self.services[who] = Service(command, log, env=self.environment, more_log=True)
+        service.wait(up)
 
     def send(self, who: str, number: signal.Signals) -> None:
-        process = self.processes[who]
-        if process.poll() is not None:
-            raise RuntimeError(f"{who} ended by itself with {process.returncode}")
-        process.send_signal(number)
+        self.services[who].send(number)
 
     def end(self, who: str, number: signal.Signals) -> None:
         self.send(who, number)
-        self.processes[who].wait(START_TIMEOUT_S)
+        self.services[who].end(number)
 
     def carry_out(self, fault: plan.Fault) -> None:
         """Make the fault happen, from its beginning to its end: everything runs again on return."""
@@ -230,16 +210,9 @@ class Store:
     def close(self) -> None:
         self.wire.close()
         self.between.close()
-        for who, process in reversed(self.processes.items()):
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.terminate()
-                try:
-                    process.wait(START_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                    print(f"chaos: {who} had to be killed", file=sys.stderr)
+        for who, service in reversed(self.services.items()):
+            if not service.end():
+                print(f"chaos: {who} had to be killed", file=sys.stderr)
         for run_dir in (self.run_dir, self.far_run_dir):
             shutil.rmtree(run_dir, ignore_errors=True)
 

@@ -62,7 +62,7 @@ def _server(name: str, mib: int, engines: int) -> Callable[..., Found]:
         assert store.connector is not None
         assert store.server is not None
         recompute = {"kv_load_failure_policy": "recompute"}
-        command = store.server.args
+        command = store.server.process.args
         assert isinstance(command, list)
         names = [command[i + 1] for i, word in enumerate(command) if word == "--shm-name"]
         more = {

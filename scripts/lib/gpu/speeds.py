@@ -58,7 +58,7 @@ def kernel(say: Say) -> None:
     import connector.copiers.cuda.kernel_plan as plan
     from benchmarks.suites import gpu as suite
     from connector.copiers.base import Gather, Scatter
-    from kvstore import DeviceRange
+    from kvstore.spi import DeviceRange
 
     for shape in suite.SHAPES[:3]:
         with suite.shared_memory() as pool:

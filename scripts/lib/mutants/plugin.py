@@ -97,6 +97,7 @@ class Forks:
         if session.testsfailed:
             return None
         items = list(session.items)
+        gc.unfreeze()  # what tests/conftest.py froze: functions are found among the objects
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
         reader, writer = os.pipe()

@@ -25,8 +25,8 @@ ACCEPTED = Path("tests/mutants_accepted.toml")
 JOBS, SIM_SEEDS = 2, 50
 PYTEST_TIMEOUT_S = 60
 READ_PATH = (
-    *("session", "reader", "locator", "block_lookup", "pins", "pinned", "local/nodes"),
-    *("remote/fetch", "remote/reader", "values/getting", "values/out"),
+    *("session", "reader", "locator", "block_lookup", "pins", "pinned", "nodes/directory"),
+    *("nodes/fetch", "nodes/remote", "payloads/out", "values/getting"),
 )
 READ_TESTS = tuple(
     f"tests/client/{name}.py"
@@ -36,16 +36,16 @@ READ_TESTS = tuple(
             "reader/test_locator",
             "test_client",
             "reader/test_integrity",
-            "remote/test_lying_records",
+            "nodes/test_lying_records",
         ),
         *("values/test_existing", "test_health"),
     )
 )
 REMOTE_TESTS = tuple(
-    f"tests/client/remote/{name}.py"
+    f"tests/client/nodes/{name}.py"
     for name in ("test_remote_nodes", "silence/test_slow_index", "silence/test_silent_nodes")
 )
-LONE = ("record", "circuit_breaker", "token_bucket", "client/placement", "nodedir")
+LONE = ("record", "circuit_breaker", "token_bucket", "client/nodes/saving/placement", "nodedir")
 """Modules outside of those folders whose own tests, `test_NAME*.py`, are all that is near."""
 LEFT_OUT = frozenset({"__init__.py", "events.py", "base.py"})
 """Files that decide nothing."""
@@ -239,7 +239,7 @@ def nearest_tests(root: Path, path: Path) -> list[str]:
         folder = root / Path("tests", *path.parts[1:-1])
         own = {*folder.rglob(f"test_{path.stem}*.py"), *folder.rglob(f"test_*_{path.stem}.py")}
         found = sorted(str(file.relative_to(root)) for file in own)
-        found += [*(REMOTE_TESTS if "remote" in path.parts else ()), *READ_TESTS]
+        found += [*(REMOTE_TESTS if "nodes" in path.parts else ()), *READ_TESTS]
     else:
         core = path.parts[1] == "core"
         folders = ["core", "protocol", "segment"] if core else [path.parts[1]]

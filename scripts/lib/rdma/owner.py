@@ -20,9 +20,9 @@ from pathlib import Path
 import xxhash
 
 from kvstore.client.base import Reservation
-from kvstore.client.local.link import Grants
-from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.writer import Writer
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.saving.link import Grants
+from kvstore.client.nodes.saving.writer import Writer
 from kvstore.core.answers import Grant
 from kvstore.core.events import Commit, Reserve
 from kvstore.cuda.base import CudaDevice, address_of, wait
@@ -123,15 +123,16 @@ def sidecar(node: Node) -> NixlSidecar:
 
 def save_blocks(node: Node, run_dir: Path) -> list[tuple[str, list[int]]]:
     """Save blocks; return (key, location) of each."""
-    nodes = LocalNodes(run_dir, node.index, "kv:default")
+    nodes = NodeDirectory(run_dir, node.index, "kv:default")
     writer = Writer(nodes, name=None, timeout_s=READ_TIMEOUT_S, checksums=True)
+    link = writer.link()
     blocks = []
     for number in range(BLOCKS):
         key, payload = secrets.token_bytes(32), payload_of(number)
-        (slot,) = writer.reserve_later(Wants([key], BLOCK_BYTES), 1, Grants())()
+        (slot,) = link.reserve_later(Wants([key], BLOCK_BYTES), 1, Grants())()
         assert isinstance(slot, Reservation), slot
         slot.buffer[:] = payload
-        assert writer.commit_later([slot])()[0]
+        assert link.commit_later([slot])()[0]
         (record,) = node.index.lookup([key])
         location = unpack_record(key, record) if record is not None else None
         assert location is not None

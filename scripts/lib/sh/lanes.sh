@@ -1,6 +1,7 @@
 # Tests in lanes side by side, whose output is shown when they end. To be sourced, in the checkout's
 # root; wants `bin`, the environment's programs.
 
+SLACK=6     # times the processor time of an item that is not long: machines differ
 ALONE_MAX=5 # tests of a part that may run once more alone: more than that is no bad luck
 
 logs=$(mktemp -d)
@@ -51,8 +52,22 @@ tests() {
     shift
     printf '%s\n' "$@" >"$logs/$name.args"
     step timeout --kill-after=30s "${TESTS_TIMEOUT:-0}" \
-        "$bin/pytest" -o cache_dir="$logs/$name.cache" --durations=12 "$@" || rc=$?
+        "$bin/pytest" -o cache_dir="$logs/$name.cache" -o processor_slack="$SLACK" --durations=12 "$@" || rc=$?
     echo $rc >"$logs/$name.rc"
+}
+
+# PART...: run those that no other lane has taken, in this order. Each is a function, or a folder
+# that the function `folder` has tested. A lane that is done early takes what is left, so nobody need
+# know how long a part takes, as long as the longest are named first.
+take() {
+    local part name rc
+    for part in "$@"; do
+        name=${part//\//-}
+        mkdir "$logs/$name.taken" 2>/dev/null || continue
+        rc=0
+        if [[ -d $part ]]; then folder "$part" "$name"; else $part; fi || rc=$?
+        [[ -e $logs/$name.rc ]] || echo $rc >"$logs/$name.rc"
+    done
 }
 
 # LANE...: each is a function, and a process from here on.
@@ -82,6 +97,7 @@ finish() {
 again_alone() {
     local name rc count failed=0 args
     for name in "$@"; do
+        name=${name//\//-}
         rc=$(cat "$logs/$name.rc" 2>/dev/null || echo none)
         [[ $rc == 0 ]] && continue
         count=$(grep -c '": true' "$logs/$name.cache/v/cache/lastfailed" 2>/dev/null || true)

@@ -4,7 +4,8 @@
 # (`pip config get` overlooks what only the system-wide file says, `list` does not.)
 
 # take_pip_settings PYTHON: exports the index and the certificates, and sets `links`, the
-# folders and pages to look for packages in, one a word.
+# folders and pages to look for packages in, one a word. uv copies out of its cache, unless
+# UV_LINK_MODE says otherwise.
 take_pip_settings() {
     local config index cert
     config=$("$1" -m pip config list 2>/dev/null || true)
@@ -14,5 +15,5 @@ take_pip_settings() {
     links=$(pip_setting find-links)
     [[ -z $index ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
     [[ -z $cert ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$cert}
-    export UV_LINK_MODE=copy
+    export UV_LINK_MODE=${UV_LINK_MODE:-copy}
 }
