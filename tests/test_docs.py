@@ -10,6 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from each_input import each
+
+from kvstore.transport.stream.address import STREAM_PORT
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -17,6 +20,9 @@ PAGES = sorted(
     for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]
     if page.name != "CHANGELOG.md" and page.parent.name != "decisions"
 )
+RECORDS = sorted((ROOT / "docs" / "decisions").glob("[01]*.md"))
+RECORD_WORDS_MAX = 400
+"""Of prose: tables of what was tried do not count."""
 MODULES = sorted(
     module for room in ("kvstore", "connector") for module in (ROOT / room).rglob("*.py")
 )
@@ -70,7 +76,7 @@ def missing(text: str, home: Path, files: frozenset[str], *, prose: bool) -> lis
     return sorted(name for name in names if not exists(name))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_a_page_names_exists(page: Path, files: frozenset[str]) -> None:
     text = re.sub(r"```(?!mermaid).*?```", "", page.read_text(), flags=re.DOTALL)
     assert not missing(text, page.parent, files, prose=True)
@@ -91,45 +97,65 @@ def test_a_file_that_is_not_there_is_found(files: frozenset[str]) -> None:
     assert found == ["core/gone.py", "kvstore/attic/", "nowhere/page.md"]
 
 
-def answered() -> list[tuple[str, str]]:
-    """Of each question of where.md: the file, and what was guessed."""
+def test_each_of_the_34_questions_has_one_file() -> None:
     rows = [line for line in (ROOT / "docs/where.md").read_text().splitlines() if "? |" in line]
-    return [(row.split("|")[2].strip(), row.split("|")[3].strip()) for row in rows]
-
-
-def test_each_of_the_28_questions_has_one_file() -> None:
-    answers = [answer for answer, _ in answered()]
-    assert len(answers) == len(set(answers)) == 28
+    answers = [row.split("|")[2].strip() for row in rows]
+    assert len(answers) == len(set(answers)) == 34
     assert all(re.fullmatch(r"`(kvstore|connector)/[\w/]+\.py`", answer) for answer in answers)
 
 
-def test_each_guess_that_missed_names_another_file_that_is_there(files: frozenset[str]) -> None:
-    for answer, guess in answered():
-        told = re.fullmatch(r"(?:half|no): `([\w/.]+)`.*|yes(?: \(as .+\))?", guess)
-        assert told is not None, guess
-        missed = told[1]
-        if missed is None:
-            continue
-        assert {f"kvstore/{missed}", f"connector/{missed}"} & files, guess
-        assert not answer.strip("`").endswith(f"/{missed}"), guess
+def test_the_readme_is_short_and_every_claim_names_its_command() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "docs/claims.md").read_text(), re.M)[2:]
+    assert len(rows) > 20
+    for claim, command in rows:
+        scripts = re.findall(r"`(scripts/[\w-]+)((?: [\w/.-]+)*)`?", command)
+        assert scripts, claim
+        for script, words in scripts:
+            files = [word for word in words.split() if word.startswith("tests/")]
+            assert all((ROOT / name).exists() for name in (script, *files)), command
 
 
-def test_the_last_line_of_the_score_counts_the_answers() -> None:
-    told = re.findall(
-        r"^\| .+ \| (\d+) \| (\d+) \| (\d+) \|$", (ROOT / "docs/where.md").read_text(), re.M
-    )
-    counts = [
-        sum(guess.startswith(word) for _, guess in answered()) for word in ("yes", "half", "no")
-    ]
-    assert [int(count) for count in told[-1]] == counts
+def prose_words(record: str) -> int:
+    return sum(len(line.split()) for line in record.splitlines() if not line.startswith("|"))
+
+
+def test_no_decision_record_is_longer_than_a_page() -> None:
+    words = {record.name: prose_words(record.read_text()) for record in RECORDS}
+    assert RECORDS
+    assert {name: n for name, n in words.items() if n > RECORD_WORDS_MAX} == {}
+
+
+def test_the_words_of_tables_do_not_count() -> None:
+    assert prose_words("# 0001: Title\n\nTwo words.\n\n| a | b |\n|---|---|\n| c | d |\n") == 5
+
+
+def test_every_decision_record_names_files_that_exist(files: frozenset[str]) -> None:
+    wrong = {
+        record.name: lost
+        for record in RECORDS
+        if (lost := missing(record.read_text(), record.parent, files, prose=True))
+    }
+    assert wrong == {}
 
 
 def test_every_decision_stands_once_in_the_index_by_its_title() -> None:
     folder = ROOT / "docs" / "decisions"
-    headings = {
-        page.name: page.read_text().splitlines()[0].removeprefix("# ") for page in folder.glob("0*")
-    }
+    headings = {page.name: page.read_text().splitlines()[0].removeprefix("# ") for page in RECORDS}
     listed = re.findall(r"^- \[(\d+)\]\((.+)\) (.+)$", (folder / "README.md").read_text(), re.M)
     titles = {name: f"{number}: {title}" for number, name, title in listed}
     assert len(titles) == len(listed)
     assert {n: t.lower() for n, t in titles.items()} == {n: h.lower() for n, h in headings.items()}
+
+
+def test_nodes_listen_at_one_port_wherever_one_is_named() -> None:
+    """A second node of one host takes the next."""
+    shipped = [*PAGES, *(ROOT / "deploy").rglob("*.*"), *(ROOT / "examples").glob("*.py")]
+    shipped.append(ROOT / "docker-compose.yml")
+    named = {
+        (str(path.relative_to(ROOT)), int(port))
+        for path in shipped
+        for port in re.findall(r"""listen["']?(?: = |=| )["']?[^\s"']*:(\d+)""", path.read_text())
+    }
+    assert {path for path, _ in named} >= {"docs/systemd.md", "docker-compose.yml", "docs/rdma.md"}
+    assert {port for _, port in named} <= {STREAM_PORT, STREAM_PORT + 1}, named

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_input import each
 
 from benchmarks.gpu_judge import (
     AIMS,
@@ -74,7 +75,7 @@ def test_a_run_that_meets_all_that_was_measured_passes_and_names_the_rest(
     assert "met: d2h of the bus, beside prefill at least 0.8 (llama-8b): 0.8" in lines
 
 
-@pytest.mark.parametrize(
+@each(
     ("changed", "aim"),
     [
         ({"d2h": 0.949}, IDLE["d2h"]),

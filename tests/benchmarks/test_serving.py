@@ -10,9 +10,12 @@ from argparse import ArgumentParser
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from each_input import each
 
+from benchmarks.serving import slow_disk
 from benchmarks.serving.engines import Answer
 from benchmarks.serving.floor import matched_tokens, read_possible, write_possible
 from benchmarks.serving.replay import Turn
@@ -86,7 +89,7 @@ def test_sticky_sessions_stay_at_one_engine_and_others_do_not() -> None:
 REFERENCE = Answer(tokens=[5, 6, 7], best=[[(-1.0, 5), (-2.0, 8)], [(-1.0, 6), (-1.001, 9)], []])
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "verdict"),
     [
         ([5, 6, 7], "equal"),
@@ -337,3 +340,24 @@ def test_orphans_are_counted_and_ended_and_their_shared_memory_is_removed(tmp_pa
     assert found.pop("store") >= 0.25
     assert found == {"killed": True, "left": [], "engine": 0, "removed": [name]}
     assert not Path(name).exists()
+
+
+def test_a_slow_disk_is_compared_with_the_better_one_without_a_disk() -> None:
+    fast, slow, *_, broken = slow_disk.STATES
+    asked = [
+        slow_disk.Asked(state, variant, (0, 1), SimpleNamespace(tokens=tokens, ttft_s=ttft_s,
+                                                                cached_tokens=768))
+        for state, variant, ttft_s, tokens in (
+            (slow, "none", 2.0, [1]),
+            (slow, "kvstore", 1.0, [1]),
+            (slow, "kvstore --disk", 0.5, [1]),
+            (broken, "none", 2.0, [1]),
+            (broken, "kvstore", 4.0, [1]),
+            (broken, "kvstore --disk", 8.0, [2]),
+        )
+    ]  # fmt: skip
+    found = slow_disk.rows(asked)
+    ours = [row for row in found if row["variant"] == "kvstore --disk"]
+    said = [(row["disk"], row["p50_ratio"], row["other"]) for row in ours]
+    assert said == [(slow, 0.5, 0), (broken, 4.0, 1)]
+    assert fast not in {row["disk"] for row in found}

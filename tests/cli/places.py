@@ -107,6 +107,13 @@ class Place:
         self._running.append(running)
         return running
 
+    def engine(self, *command: str, options: tuple[str, ...] = (), **env: str) -> Running:
+        """`kvstore run` of an engine's command, with what `env` adds to the environment."""
+        store = ("--run-dir", str(self.run_dir), "--size", "16MiB", *options)
+        running = Running("run", *store, "--", *command, env=clean_env(**env))
+        self._running.append(running)
+        return running
+
     def node(self, *args: str) -> Running:
         running = self.start("node", "--size", "4MiB", *args)
         running.wait_for("ready")

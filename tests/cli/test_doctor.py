@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest  # as in every other test
 from batch_readers import READERS, Meddled, reader_of
 from clocks import died_ago
+from each_input import each
 from places import REPOSITORY, Place, clean_env
 from redis_servers import RedisServer, stopped, wait_until
 from stores import PATIENT
@@ -170,7 +171,7 @@ def test_it_says_whether_the_driver_takes_many_copies_at_once(
 MOUNT = "26 1 0:24 / /dev/shm rw,relatime shared:4 - tmpfs tmpfs rw,size=100k{}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "mounts", "level", "found"),
     [
         ("", MOUNT, Level.INFO, "no huge pages for shared memory"),
@@ -333,6 +334,7 @@ def test_a_node_that_hangs_is_a_failure_in_time(
     node = place.node()
     stop(node.process.pid)
     monkeypatch.setattr("kvstore.cli.store.LIMITS", Limits(request_timeout_s=0.3))
+    monkeypatch.setattr("kvstore.client.nodes.control.FIRST_ANSWER_TIMEOUT_S", 0.3)
     try:
         (found,) = machine.nodes(context(run_dir=place.run_dir))
     finally:

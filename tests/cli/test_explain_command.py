@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from each_input import each
 from places import Place
 
 from kvstore import Client, Namespace
@@ -64,11 +65,12 @@ def test_a_plain_value_is_explained_by_its_key(store: Place) -> None:
     assert json.loads(explain(store, "--key", "value", "--json")) == {
         "key": "value",
         "hit": True,
+        "on_disk": False,
         "missing": None,
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "stdin", "said"),
     [
         (["--tokens", "-"], "one two", "tokens='-': must be numbers"),

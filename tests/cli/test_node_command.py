@@ -13,7 +13,7 @@ import pytest
 from places import REPOSITORY, Place, clean_env, wait_until
 
 from kvstore import Client, Limits
-from kvstore.client.local.embedded_node import embedded_name
+from kvstore.client.nodes.saving.embedded_node import embedded_name
 from kvstore.nodedir import NodeDir
 
 PATIENT = Limits(request_timeout_s=10.0)

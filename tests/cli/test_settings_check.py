@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from each_input import each
 
 from kvstore.cli.checks import machine, settings
 from kvstore.cli.checks.base import Context, Finding, Level
@@ -50,7 +51,7 @@ def test_a_mistyped_variable_is_named_with_the_nearest_one(
     assert "docs/settings.md" in far.do
 
 
-@pytest.mark.parametrize(
+@each(
     ("variables", "file", "found"),
     [
         ({"KVSTORE_SECRET": "short"}, "", "KVSTORE_SECRET='5 bytes': must have 16"),
@@ -62,6 +63,9 @@ def test_a_mistyped_variable_is_named_with_the_nearest_one(
         ({"KVSTORE_CONFIG": "/nowhere"}, None, "KVSTORE_CONFIG='/nowhere': cannot be read"),
         ({}, "[node]\nsize = 'much'", "node.size='much': must be a size"),
         ({}, "[node]\nsise = '1GiB'", "sise"),
+        ({}, "[node]\ndisk = ['/nowhere']\ndisk_size = ['1TiB']", "must be a directory"),
+        ({}, "[node]\ndisk = ['/dev/shm']\ndisk_size = ['1TiB']", "is on tmpfs"),
+        ({}, "[node]\ndisk = ['/dev/shm']", "node.disk_size=[]: must be one size"),
         ({}, "[limits]\nnonsense = 1", "nonsense"),
         ({}, "[security]\nsalt_file = '/nowhere'", "security.salt_file='/nowhere'"),
     ],
@@ -73,13 +77,14 @@ def test_what_would_be_refused_at_a_start_is_a_failure(
     file: str | None,
     found: str,
 ) -> None:
-    if file:
-        path = tmp_path / "kvstore.toml"
-        path.write_text(file)
-        monkeypatch.setenv("KVSTORE_CONFIG", str(path))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert any(found in one.found for one in said(Level.FAIL)), said(Level.FAIL)
+    with monkeypatch.context() as environment:
+        if file:
+            path = tmp_path / "kvstore.toml"
+            path.write_text(file)
+            environment.setenv("KVSTORE_CONFIG", str(path))
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        assert any(found in one.found for one in said(Level.FAIL)), said(Level.FAIL)
 
 
 def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

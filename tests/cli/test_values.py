@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+from each_input import each
 from places import COMMAND, REPOSITORY, Place, clean_env, wait_until
 from redis_servers import RedisServer
 from stores import NodeThread
@@ -261,7 +262,7 @@ def test_a_closed_pipe_is_no_traceback(store: Place) -> None:
     assert (ran.returncode, ran.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "redirected", "said"),
     [
         (("get", "closed"), ">&-", "output='-': standard output is closed: give -o FILE"),

@@ -4,17 +4,20 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 
 import pytest
+from each_input import each
 from places import Place  # noqa: TC002  # as in every other test
 
+import kvstore
 from kvstore.cli import main
 from kvstore.cli.options import size_bytes
 from kvstore.cli.output import human_bytes, table
 from kvstore.index.embedded_redis.server import find_server
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "count"),
     [("1GiB", 1 << 30), ("512MiB", 512 << 20), ("4096", 4096), ("1.5k", 1536), ("2 tb", 2 << 40)],
 )
@@ -22,7 +25,7 @@ def test_sizes_are_read_as_powers_of_two(text: str, count: int) -> None:
     assert size_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "1ib", "1 GiB 2", "nan", "9" * 400])
+@each("text", ["", "GiB", "-1", "1XB", "1ib", "1 GiB 2", "nan", "9" * 400])
 def test_what_is_no_size_is_told(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size such as 1GiB"):
         size_bytes(text)
@@ -57,7 +60,7 @@ def test_a_wrong_argument_is_named(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "field"),
     [
         (["node", "--size", "1KiB"], "node.size='1024': is 1024 bytes: must be 64 KiB to "),
@@ -121,3 +124,20 @@ def test_stat_says_the_servers_own_name_and_version(store: Place) -> None:
     assert store.kv("stat").stdout.decode().endswith(f"{name} {version}\n")
     found = json.loads(store.kv("stat", "--json").stdout)
     assert found["index"]["version"] == f"{name} {version}"
+
+
+def test_python_m_kvstore_is_the_command() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvstore", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"kvstore {kvstore.__version__}\n")
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32", "freebsd14"])
+def test_on_another_system_than_linux_one_sentence_says_so(platform: str) -> None:
+    code = f"import sys; sys.platform = {platform!r}; import kvstore"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    *_, said = ran.stderr.splitlines()
+    assert said == (
+        f"ImportError: kvstore runs on Linux alone, and this is {platform}: use a Linux host"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reader_parts import Nodes, ReaderOf, Remote
+from reader_parts import Nodes, ReaderOf, Remote, readable
 from redis_servers import RedisServer
 from stores import NodeProcess
 from two_hosts import client_of, listening_node
@@ -68,6 +68,6 @@ def nodes(owned: OwnedShm) -> Nodes:
 @pytest.fixture
 def reader_of(nodes: Nodes) -> ReaderOf:
     def made(index: object, remote: object = None, **options: object) -> Reader:
-        return Reader(index, nodes, remote or Remote(), **options)  # type: ignore[arg-type]
+        return Reader(index, readable(nodes, remote or Remote()), **options)  # type: ignore[arg-type]
 
     return made

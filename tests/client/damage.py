@@ -11,5 +11,5 @@ def flip(writer: Client, raw_key: bytes, rng: random.Random) -> int:
     (place,) = writer.session.reader.search([raw_key])
     start = place.slot_id * 4096 + fields(place.image)[3] * 1024
     at = start + rng.randrange(len(place.buffer))
-    writer.session.writer.link().payload[at] ^= 1 << rng.randrange(8)
+    writer.session.writer.link().memory.shm.payload[at] ^= 1 << rng.randrange(8)
     return at

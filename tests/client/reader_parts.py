@@ -9,13 +9,15 @@ from typing import Any
 
 from stores import announcement
 
-from kvstore.client.local.nodes import Attached
+from kvstore.client.explanation import MissReason, Unreadable
+from kvstore.client.nodes.known import Attached, KnownNode
+from kvstore.client.nodes.readability import Readability
 from kvstore.client.reader import Place, Reader
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL
-from kvstore.nodedir import NodeDir
+from kvstore.nodedir import Announcement, NodeDir
 from kvstore.record import RecordSigner
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.shm import OwnedShm
@@ -46,6 +48,8 @@ class Nodes:
         self.mapped: tuple[Attached, ...] = (self.attached,)
         self.unmapped: tuple[Attached, ...] = ()
         """Those that `map_all` finds."""
+        self.in_vram: dict[tuple[int, int], Announcement] = {}
+        """Starts whose VRAM can be read."""
         self.gone = 0
         self.checks = 0
         self.finds: list[bool] = []
@@ -74,6 +78,18 @@ class Nodes:
     def segment(self, node_id: int, epoch: int, now: float) -> Any:
         return self.attached if (node_id, epoch) == (7, 1) else None
 
+    def entry(self, node_id: int, epoch: int) -> KnownNode:
+        known = KnownNode(epoch)
+        known.attached = self.segment(node_id, epoch, 0.0)
+        known.in_vram = self.in_vram.get((node_id, epoch))
+        return known
+
+    def get(self, node_id: int) -> None:
+        """Nothing is known of it."""
+
+    def only_others(self) -> None:
+        """Its nodes are this user's."""
+
 
 class Remote:
     """Node 8 on another host, while it is `reached`."""
@@ -81,9 +97,21 @@ class Remote:
     def __init__(self, **announced: Any) -> None:
         self.word = announcement(node_id=8, epoch=1, **announced)
         self.reached = True
+        self.vram: Any = None
+
+    def why_not(self, node_id: int, epoch: int) -> Unreadable:
+        return Unreadable(MissReason.OUT_OF_REACH, "")
 
     def node(self, node_id: int, epoch: int, now: float) -> Any:
         return self.word if self.reached and (node_id, epoch) == (8, 1) else None
+
+
+def readable(nodes: object, remote: object = None) -> Readability:
+    """What can be read of these; without `remote`, of no other host."""
+    if remote is None:
+        remote = Remote()
+        remote.reached = False
+    return Readability(nodes, remote, verifies=False)  # type: ignore[arg-type]
 
 
 class Counting(MemoryIndex):

@@ -9,11 +9,12 @@ import time
 
 import pytest
 from batch_readers import LeavesAll
+from each_input import each
 from two_hosts import PATIENT, SECURITY, client_of
 
 from kvstore import AsyncClient, Client, UsageError
 from kvstore.client import async_client, reader
-from kvstore.client.local.control import ControlChannel
+from kvstore.client.nodes.control import ControlChannel
 from kvstore.segment import batch_read
 
 MIB = 1 << 20
@@ -208,7 +209,7 @@ def test_settings_that_are_none_are_refused_before_anything_is_opened():
         AsyncClient(block_tokens="x")
 
 
-@pytest.mark.parametrize("name", ["__init__", *(n for n in vars(Client) if not n.startswith("_"))])
+@each("name", ["__init__", *(n for n in vars(Client) if not n.startswith("_"))])
 def test_every_call_has_the_signature_of_its_namesake_and_says_what_it_does(name):
     ours, theirs = getattr(AsyncClient, name), getattr(Client, name)
     one, other = inspect.signature(ours), inspect.signature(theirs)

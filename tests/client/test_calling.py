@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from each_input import each
 
 import kvstore
 from kvstore import (
     AsyncClient,
-    BlockSession,
     Client,
     Explanation,
-    Locator,
     MissReason,
-    Residency,
     Retained,
     StreamSecurity,
     UsageError,
 )
 from kvstore.limits import PROMPT_TOKENS_MAX
+from kvstore.spi import BlockSession, Locator, Residency
 
 if TYPE_CHECKING:
     from stores import NodeProcess
@@ -217,8 +216,8 @@ def test_a_path_is_text_or_what_has_one(node: NodeProcess, kind: Callable[[Path]
         assert client.session.run_dir == node.run_dir
 
 
-@pytest.mark.parametrize("cls", [Client, AsyncClient, BlockSession])
-@pytest.mark.parametrize(
+@each("cls", [Client, AsyncClient, BlockSession])
+@each(
     ("setting", "value"),
     [
         ("security", SECRET),

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import random
 
 import pytest
 from batch_readers import READERS, LeavesAll, Meddled, reader_of
+from damage import flip
+from own_python import holds_in_child
 from redis_servers import wait_until
-from stores import SIZE_BYTES
+from stores import SIZE_BYTES, node_stats
 
 from kvstore import AsyncClient, Client, Namespace, PutStatus, UsageError
 from kvstore.client.reader import Place
@@ -70,7 +73,7 @@ def test_put_many_takes_pairs_and_says_what_happened_to_each(client):
 def test_a_batch_larger_than_the_pool_is_stored_by_evicting(client):
     results = client.put_many((f"k{i}", bytes([i]) * MIB) for i in range(100))
     assert [r for r in results if not r] == []
-    assert client.stats()["node"]["evicted"] > 30
+    assert node_stats(client)["evicted"] > 30
     assert client.get("k99") == bytes([99]) * MIB
 
 
@@ -196,7 +199,7 @@ def test_a_pin_is_a_read_only_view_that_survives_eviction_and_deletion(client):
         assert client.get("k") is None
         client.put_many((f"y{i}", bytes(MIB)) for i in range(100))
         assert pinned.buffer == value
-    assert client.stats()["node"]["pinned"] == 0
+    assert node_stats(client)["pinned"] == 0
 
 
 def test_a_closed_pin_leaves_the_value_readable(client):
@@ -211,15 +214,15 @@ def test_a_block_that_cannot_be_believed_is_not_left_pinned(node, client):
     assert client.put("k", b"v" * 1000)
     with fresh(node, signing_key="a secret of some length") as wary:
         assert not wary.pin("k")
-        assert client.stats()["node"]["pinned"] == 0
+        assert node_stats(client)["pinned"] == 0
 
 
 def test_a_pin_of_a_client_that_closes_ends(node, client):
     with fresh(node) as other:
         other.put("k", bytes(MIB))
         other.session.pin([other.namespace.value_key("k")])
-        assert client.stats()["node"]["pinned"] == 1
-    wait_until(lambda: client.stats()["node"]["pinned"] == 0, "the goodbye is heard")
+        assert node_stats(client)["pinned"] == 1
+    wait_until(lambda: node_stats(client)["pinned"] == 0, "the goodbye is heard")
 
 
 def test_a_deleted_value_can_be_put_again(client):
@@ -240,7 +243,7 @@ def test_a_place_seen_before_is_a_miss_once_its_slot_was_reused(node, client):
 
 def test_a_block_that_was_moved_is_a_hit_at_its_new_place(node, client):
     """Also for who remembers the old one, and before anything else is asked."""
-    count = client.stats()["node"]["capacity_bytes"] // MIB
+    count = node_stats(client)["capacity_bytes"] // MIB
     kept = {f"k{i}": bytes([i % 251]) * MIB for i in range(count)}
     client.put_many(list(kept.items()))
     with fresh(node) as reader:
@@ -249,7 +252,7 @@ def test_a_block_that_was_moved_is_a_hit_at_its_new_place(node, client):
             assert client.retain(f"k{i}", 60, f"tenant {i % 4}")
             del kept[f"k{i + 1}"]
         assert client.put("large", b"l" * 2 * MIB)
-        assert client.stats()["node"]["moved"] == 1
+        assert node_stats(client)["moved"] == 1
         assert reader.get_many(list(kept)) == list(kept.values())
         assert all(reader.get(key) == value for key, value in kept.items())
 
@@ -371,14 +374,13 @@ def test_threads_share_one_client(client):
 
 def test_a_client_carried_over_a_fork_refuses_to_speak_for_its_parent(client):
     client.put("k", b"1")
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def refused():
+        with pytest.raises(UsageError, match="fork"):
             client.put("x", b"2")
-        except UsageError as e:
-            os._exit(0 if "fork" in str(e) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return True
+
+    assert holds_in_child(refused)
     assert client.put("y", b"3")
 
 
@@ -405,3 +407,42 @@ def test_what_put_many_stored_in_a_full_node_is_there(node, client):
         some = names[begin : begin + 32]
         assert all(client.put_many({name: small[name] for name in some}))
     assert client.get_many(names) == list(small.values())
+
+
+def counted(client):
+    """What its node has heard of its clients, without what is 0."""
+    names = ("asked_tokens", "hit_tokens", "missed_tokens:absent", "missed_tokens:corrupt")
+    names += ("client_hits", "client_misses", "client_hit_bytes")
+    node = client.stats()["node"]
+    return {name: node[name] for name in names if node.get(name)}
+
+
+def test_a_node_hears_what_its_clients_found_and_missed(node, client):
+    """Once, and for tokens and values each."""
+    with fresh(node, block_tokens=4) as reads:
+        reads.put_blocks(range(8), [b"a" * 100, b"b" * 100])
+        assert reads.get_blocks(range(12), [bytearray(100) for _ in range(3)]) == 2
+        wait_until(lambda: counted(client), "it was told", 10)
+        reads.put("k", b"value")
+        assert [reads.get("k"), reads.get("none")] == [b"value", None]
+        assert reads.get_many(["k", "none"]) == [b"value", None]
+    wait_until(lambda: counted(client).get("client_misses") == 3, "the rest at its end", 10)
+    assert counted(client) == {
+        "asked_tokens": 12,
+        "hit_tokens": 8,
+        "missed_tokens:absent": 4,
+        "client_hits": 4,
+        "client_misses": 3,
+        "client_hit_bytes": 210,
+    }
+
+
+def test_a_node_hears_why_blocks_that_are_there_were_missed(node, client):
+    with fresh(node, block_tokens=4, verify="always") as reads:
+        reads.put_blocks(range(8), [b"a" * 50_000, b"b" * 50_000])
+        first, _ = reads.namespace.block_keys(range(8), 4)
+        flip(reads, first, random.Random(1))
+        assert reads.get_blocks(range(8), [bytearray(50_000) for _ in range(2)]) == 0
+    wait_until(lambda: counted(client), "it was told", 10)
+    one_each = {"client_hits": 1, "client_misses": 1, "client_hit_bytes": 50_000}
+    assert counted(client) == {"asked_tokens": 8, "missed_tokens:corrupt": 8, **one_each}

@@ -6,8 +6,10 @@ import inspect
 from pathlib import Path
 
 import pytest
+from each_input import each
 
-from kvstore import AsyncClient, BlockSession, Client, KVStoreError, Limits, Namespace, UsageError
+from kvstore import AsyncClient, Client, KVStoreError, Limits, Namespace, UsageError
+from kvstore.spi import BlockSession
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -94,7 +96,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "parameter"), CALLS)
+@each(("method", "parameter"), CALLS)
 def test_a_call_takes_an_argument_or_names_it_in_a_usage_error(client, method, parameter):
     client.put("k", b"v")
     refused = set()
@@ -108,7 +110,7 @@ def test_a_call_takes_an_argument_or_names_it_in_a_usage_error(client, method, p
     assert refused
 
 
-@pytest.mark.parametrize("parameter", parameters(Client.__init__))
+@each("parameter", parameters(Client.__init__))
 def test_a_client_takes_a_setting_or_names_it_in_a_usage_error(
     node, parameter, monkeypatch, tmp_path
 ):
@@ -133,7 +135,7 @@ def test_settings_of_the_wrong_type_are_refused(node, parameter):
 
 
 # `device`, `sees_vram` and `machine` are objects of the engine and of tests, no settings of a user.
-@pytest.mark.parametrize(
+@each(
     "parameter",
     [p for p in parameters(BlockSession.__init__) if p not in ("device", "sees_vram", "machine")],
 )
@@ -150,14 +152,14 @@ def test_a_session_takes_a_setting_or_names_it_in_a_usage_error(
             pytest.fail(f"{parameter}={name}: {type(e).__name__}: {e}")
 
 
-@pytest.mark.parametrize("name", parameters(Limits))
-@pytest.mark.parametrize("odd", [None, True, "x", -1, 0, float("nan"), float("inf"), [1]])
+@each("name", parameters(Limits))
+@each("odd", [None, True, "x", -1, 0, float("nan"), float("inf"), [1]])
 def test_a_limit_takes_positive_numbers_alone(name, odd):
     with pytest.raises(UsageError, match=rf"^limits\.{name}="):
         Limits(**{name: odd})
 
 
-@pytest.mark.parametrize("name", [name for name in ODD if not name.startswith("a dict")])
+@each("name", [name for name in ODD if not name.startswith("a dict")])
 def test_a_namespace_is_made_of_named_fields(name):
     with pytest.raises(UsageError, match=r"^namespace="):
         Namespace(ODD[name])
@@ -183,7 +185,7 @@ def test_tokens_are_the_same_in_every_container(client, make):
     assert client.match_prefix(make(list(range(512)))).blocks == 2
 
 
-@pytest.mark.parametrize("method", [m for m in public(Client) if m != "close"])
+@each("method", [m for m in public(Client) if m != "close"])
 def test_a_closed_client_says_so_at_every_call(node, method):
     client = Client(**node.client_options)
     client.put("k", b"v")

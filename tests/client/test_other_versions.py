@@ -14,10 +14,11 @@ from clocks import died_ago
 from redis_servers import RedisServer, wait_until
 from stores import MIB, PATIENT, NodeProcess
 
-from kvstore import BlockSession, Client, MissReason, NodeUnavailableError
+from kvstore import Client, MissReason
 from kvstore.nodedir import VERSION, NodeDir, stranger, sweep
 from kvstore.segment import header
 from kvstore.segment.attached import AttachedShm
+from kvstore.spi import BlockSession, NodeUnavailableError
 
 # A release that has changed what the version stands for: everything else is as it is here.
 PEER = """
@@ -25,7 +26,7 @@ import sys
 from kvstore import nodedir
 from kvstore.protocol import control as wire
 from kvstore.segment import header, shm
-from kvstore.client.local import control
+from kvstore.client.nodes import control
 nodedir.VERSION = int(sys.argv[1])
 wire.PROTOCOL_VERSION = control.PROTOCOL_VERSION = int(sys.argv[2])
 header.LAYOUT_VERSION = int(sys.argv[3])

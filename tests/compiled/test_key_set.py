@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from batch_readers import compiled_module
+from each_input import each
 
 from kvstore.compiled import key_set, part
 from kvstore.compiled.key_set import (
@@ -90,7 +91,7 @@ def run_of(model: set[bytes], keys: list[bytes], start: int) -> int:
     return end - start
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_it_is_a_set_whatever_comes_and_goes(empty: Callable[[], KeySet], seed: int) -> None:
     rng, keys = random.Random(seed), drawn(400, seed)
     held, model = empty(), set[bytes]()
@@ -115,7 +116,7 @@ def test_it_is_a_set_whatever_comes_and_goes(empty: Callable[[], KeySet], seed: 
             assert held.leading(b"".join(wanted), start) == expected
 
 
-@pytest.mark.parametrize("first_missing", [*range(40), 63, 64, 65, 127, 128, 129, 199])
+@each("first_missing", [*range(40), 63, 64, 65, 127, 128, 129, 199])
 def test_the_run_ends_at_the_first_that_is_missing(
     empty: Callable[[], KeySet], first_missing: int
 ) -> None:
@@ -144,7 +145,7 @@ def test_it_grows_and_is_emptied_one_by_one(compiled: Any) -> None:
     same(held, {keys[-1]}, keys)
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "error"),
     [
         (b"", ValueError),

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvstore import NodeUnavailableError, PutResult, PutStatus
+from kvstore import PutResult, PutStatus
+from kvstore.spi import NodeUnavailableError
 
 
 class FakePin:

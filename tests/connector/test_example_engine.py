@@ -70,6 +70,7 @@ def run(example: Any, config: KVTransferConfig, tokens: list[int]) -> int:
     return int(loaded)
 
 
+@pytest.mark.long
 def test_second_process_loads_what_the_first_has_computed(
     source: str, node: NodeProcess, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from connector.layout.block_plan import (
 from connector.layout.geometry import GroupLayout, KVGeometry, StoreLayout
 from connector.layout.topology import TpKVTopology
 from connector.messages import StateBlock, WorkerReport
-from kvstore import BlockRef
+from kvstore.spi import BlockRef
 from kvstore.testing.blockstore import MemoryBlockStore
 
 BLOCK = 8
@@ -331,3 +331,16 @@ class TestCheckpoints:
             engine = make(seed=seed, **more)
             assert engine.match(engine.request("save", parted)) == found * BLOCK
             engine.save(parted)
+
+    def test_a_save_keeps_of_what_it_continues_only_the_window_that_is_needed(
+        self, make: Make
+    ) -> None:
+        """With all of it the windows that nobody reads any more would outlive what is in use."""
+        engine, tokens = make(), prompt(8)
+        request = engine.request("save", tokens)
+        tables = engine.tables(len(tokens))
+        engine.scheduler.plan_step([(request, 6 * BLOCK)], [], lambda _: tables)
+        request.num_computed_tokens = 6 * BLOCK
+        plan = engine.scheduler.plan_step([(request, 2 * BLOCK)], [], lambda _: tables)
+        ((attention,), (window,)) = plan.saves[0].before
+        assert (len(attention), len(window)) == (6, 2), "9 tokens before token 48: blocks 4 and 5"

@@ -14,6 +14,7 @@ from connector_parts import (
     Hold,
     Side,
     Worker,
+    hinder,
     load_job,
     loaded,
     save,
@@ -197,17 +198,7 @@ class TestTransfers:
         pytest.importorskip("torch")
         clock = Clock()
         worker = Worker(store, clock=clock)
-        hold = Hold()
-        if reason == "node-dead":
-            store.node_down = True
-        elif reason == "error":
-            store.on_reserve = lambda: 1 // 0 and None  # type: ignore[func-returns-value]
-        elif reason == "no-store":
-            worker.core._store.close()
-        elif reason == "too-busy":
-            worker.core._blocks = []  # as before the engine has given its memory
-        else:
-            store.on_reserve = hold
+        hold = hinder(store, worker, reason)
         worker.core.start_saves([save_job(2)])
         if reason == "deadline":
             hold.await_reached()
@@ -230,18 +221,9 @@ class TestTransfers:
         save(worker, save_job(2))
         worker.core.take_stats()
         job = load_job(store, 2)
-        hold = Hold()
-        if reason == "load-failed":
-            store.evict(job.blocks[1].found[0].key)
-        elif reason == "error":
-            store.on_view = lambda: 1 // 0 and None  # type: ignore[func-returns-value]
-        elif reason == "no-store":
-            worker.core._store.close()
-        elif reason == "too-busy":
+        if reason == "too-busy":
             worker.core._loading.items_max = 1
-            worker.core._blocks = []
-        else:
-            store.on_view = hold
+        hold = hinder(store, worker, reason)
         worker.core.start_loads([job])
         if reason in ("deadline", "aborted"):
             hold.await_reached()
@@ -253,6 +235,7 @@ class TestTransfers:
         hold.release()
         counts = taken(worker.core.take_stats)
         assert counts.pop(f"failed_loads:{reason}") == 1
+        assert counts.pop("cut_loads:host", 0) == (reason == "deadline")
         good = 1 if reason == "load-failed" else 0
         assert counts == ({"loaded_blocks": 1, "loaded_bytes": BLOCK_BYTES} if good else {})
         worker.core.close()
@@ -306,6 +289,7 @@ class TestRequests:
             "possible_tokens": 3 * BLOCK,
             "hit_tokens": 2 * BLOCK,
             "missed_requests:never-stored": 1,
+            "missed_tokens:never-stored": BLOCK,
         }
         assert side.core.take_stats() is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from each_input import each
 
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from kvstore import UsageError
@@ -13,7 +14,7 @@ from kvstore import UsageError
 def test_defaults_are_good() -> None:
     config = ConnectorSettings.from_extra({})
     assert config.lookup_timeout_s == 1.0
-    assert config.save_decode is True
+    assert config.save_decode == "auto"
 
 
 def test_engines_that_ask_for_pages_of_their_own_wait_for_redis_no_longer_than_anybody() -> None:
@@ -39,7 +40,7 @@ def test_an_unknown_setting_is_an_error_that_lists_the_known_ones() -> None:
         ConnectorSettings.from_extra({"block_token": 64})
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("url", "redis"),

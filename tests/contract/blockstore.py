@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
 
-from kvstore import (
-    BlockRef,
-    BlockStore,
-    Key,
-    Missing,
-    MissQuery,
-    MissReason,
-    Namespace,
-    PutStatus,
-    Reservation,
-    Retained,
-    Tier,
-    UsageError,
-)
+from kvstore import MissReason, Namespace, PutStatus, Retained, UsageError
+from kvstore.spi import BlockRef, BlockStore, Key, Missing, MissQuery, Reservation, Tier
 
 SIZE = 40_000
 """Bytes of a block here: larger than what travels inline."""
@@ -162,6 +151,8 @@ class BlockStoreContract:
             save(store, key, 1)
         assert store.tiers(store.match(run)) == [Tier.HOST, Tier.HOST]
         assert store.tiers([]) == []
+        assert store.sources(store.match(run)) == [Tier.HOST, Tier.HOST]
+        assert store.sources([]) == []
 
     def test_nothing_is_found_before_the_commit(self, store: BlockStore) -> None:
         (key,) = keys(1)
@@ -246,6 +237,26 @@ class BlockStoreContract:
 
     def test_touch_takes_any_keys(self, store: BlockStore) -> None:
         store.touch(keys(3))
+
+    def test_a_block_was_read_when_somebody_says_so_and_not_when_it_was_saved_again(
+        self, store: BlockStore
+    ) -> None:
+        read, saved, never = keys(3)
+        save(store, read, 1)
+        save(store, saved, 2)
+        store.touch([read])
+        store.touch([read, saved], saved=True)
+        for _ in range(100):  # it is one way, and coalesced
+            if True in store.were_read([read]):
+                break
+            time.sleep(0.05)
+            store.touch([])
+        assert store.were_read([saved, read, never]) == [None, True, None]
+        assert store.were_read([]) == []
+
+    def test_a_report_reaches_a_node_of_this_host(self, store: BlockStore) -> None:
+        store.touch([])  # so that it is connected: a report never waits
+        assert store.report({"asked_tokens": 5, "missed_tokens:never-stored": 5})
 
     def test_pin_answers_for_each_key(self, store: BlockStore) -> None:
         a, b, c = keys(3)

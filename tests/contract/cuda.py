@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_input import each
 
 from kvstore.cuda.base import SHARED_NAME_BYTES, CudaDevice, Shared, address_of, wait
 from kvstore.cuda.handover import hand_over, take_over
@@ -123,7 +124,7 @@ class CudaContract:
         yield address
         device.free(address)
 
-    @pytest.mark.parametrize("size", [1, 4097, MIB + 3, 4 * MIB])
+    @each("size", [1, 4097, MIB + 3, 4 * MIB])
     def test_bytes_go_to_the_device_and_come_back(self, device, memory, size: int) -> None:
         data = os.urandom(size)
         put(device, memory, data)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
+from each_input import each
+from threads_at_once import at_once
 
 from kvstore.errors import UsageError
 from kvstore.index.base import ANNOUNCEMENT_BYTES_MAX, Index, KeyRecord
@@ -97,7 +98,7 @@ class IndexContract:
         index.publish([KeyRecord(key, b"new"), KeyRecord(key, b"newer")])
         assert index.lookup([key]) == [b"newer"]
 
-    @pytest.mark.parametrize("record", [b"", b"\r\n$-1\r\n", b"\x00" * 44, bytes(range(44))])
+    @each("record", [b"", b"\r\n$-1\r\n", b"\x00" * 44, bytes(range(44))])
     def test_a_record_is_any_bytes(self, index: Index, record: bytes) -> None:
         (key,) = prefix_keys(1)
         index.publish([KeyRecord(key, record)])
@@ -158,7 +159,7 @@ class IndexContract:
             with pytest.raises(UsageError, match=f"(keys|records)=.*at most {BATCH_KEYS_MAX}"):
                 call(argument)
 
-    @pytest.mark.parametrize("key", [b"", b"k" * 31, b"k" * 33, "k" * 32, 7, None])
+    @each("key", [b"", b"k" * 31, b"k" * 33, "k" * 32, 7, None])
     def test_what_is_no_key_is_refused_and_nothing_is_changed(
         self, index: Index, key: object
     ) -> None:
@@ -170,7 +171,7 @@ class IndexContract:
             index.publish([KeyRecord(good, b"r"), KeyRecord(key, b"r")])
         assert index.lookup([good]) == [None]
 
-    @pytest.mark.parametrize("record", [b"r" * 61, "text", None])
+    @each("record", [b"r" * 61, "text", None])
     def test_what_is_no_record_is_refused(self, index: Index, record: object) -> None:
         for call in (index.publish, index.remove):
             with pytest.raises(UsageError, match="record="):
@@ -272,11 +273,7 @@ class IndexContract:
             except Exception as e:
                 wrong.append(e)
 
-        threads = [threading.Thread(target=work) for _ in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        at_once([work] * 12)
         assert wrong == []
 
     def test_close_may_be_called_twice(self, index: Index) -> None:

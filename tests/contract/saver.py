@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kvstore import AnyReservation, Key, NodeUnavailableError, PutResult, PutStatus
+from kvstore import PutResult, PutStatus
 from kvstore.client.base import Saver
 from kvstore.cuda.base import Buffer, DeviceRange, address_of
+from kvstore.spi import AnyReservation, Key, NodeUnavailableError
 
 SIZE = 40_000
 """Bytes of a block here: larger than what travels inline."""

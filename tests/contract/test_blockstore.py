@@ -8,9 +8,10 @@ import pytest
 from stores import PATIENT
 
 from contract.blockstore import SIZE, BlockStoreContract, keys, save
-from kvstore import BlockSession, BlockStore, Limits
+from kvstore import Limits
 from kvstore.index.open import open_guarded
 from kvstore.node.daemon import Node, NodeConfig
+from kvstore.spi import BlockSession, BlockStore
 from kvstore.testing.blockstore import MemoryBlockStore
 
 

@@ -12,7 +12,7 @@ import pytest
 from stores import PATIENT, NodeThread
 
 from contract.saver import SaverContract, Saving
-from kvstore import BlockSession, VramPool
+from kvstore.spi import BlockSession, VramPool
 from kvstore.testing.blockstore import MemoryBlockStore
 from kvstore.testing.cuda import ModelCuda
 from kvstore.transport.stream.security import StreamSecurity
@@ -45,7 +45,7 @@ class TestLocal(SaverContract):
         ):
             yield Saving(
                 lambda keys, size: session.reserve(keys, size, NAMESPACE),
-                lambda: session.writer.writers()[0],
+                session.writer.link,
                 node.stop,
             )
 

@@ -7,12 +7,15 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
+from each_input import each
+from threads_at_once import at_once
 
-from kvstore.client.local.link import Grants
-from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.writer import Writer
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.saving.link import Grants
+from kvstore.client.nodes.saving.writer import Writer
 from kvstore.errors import UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import STREAM_BLOCKS_MAX
@@ -43,16 +46,18 @@ class Place:
         options.setdefault("listen", ("127.0.0.1", 0))
         self.node = Node(NodeConfig(run_dir=run_dir, **options), self.index).start()
         self.word = self.node.announcement
-        self.nodes = LocalNodes(run_dir, self.index, "kv:default")
+        self.nodes = NodeDirectory(run_dir, self.index, "kv:default")
         self.writer = Writer(self.nodes, name=None, timeout_s=PATIENCE_S, checksums=False)
         self.transport: Transport = transport_of(self)
 
     def save(self, payload: bytes, key: Key | None = None, kind=Kind.BLOCK, meta=0):
         """(key, location) of a payload that is stored from here on."""
         key = key or fresh_key()
-        (slot,) = self.writer.reserve_later(Wants([key], len(payload), kind, meta), 7, Grants())()
+        (slot,) = self.writer.link().reserve_later(
+            Wants([key], len(payload), kind, meta), 7, Grants()
+        )()
         slot.buffer[:] = payload
-        (result,) = self.writer.commit_later([slot])()
+        (result,) = self.writer.link().commit_later([slot])()
         assert result
         return key, self.location(key)
 
@@ -93,7 +98,7 @@ class TransportContract:
     def place(self) -> Iterator[Place]:
         raise NotImplementedError
 
-    @pytest.mark.parametrize("size", [1, 100, 64 << 10, (64 << 10) + 1, MIB, 3 * MIB + 5])
+    @each("size", [1, 100, 64 << 10, (64 << 10) + 1, MIB, 3 * MIB + 5])
     def test_a_block_arrives_as_it_was_saved(self, place: Place, size: int) -> None:
         payload = os.urandom(size)
         outcomes, (got,) = place.read(place.save(payload))
@@ -135,8 +140,8 @@ class TransportContract:
             ((outcome,), _) = place.read(block)
             assert (outcome.kind, outcome.meta_length) == (Kind.NUMPY, 17)
 
-    @pytest.mark.parametrize("size", [100, 100_000])
-    @pytest.mark.parametrize(
+    @each("size", [100, 100_000])
+    @each(
         "change",
         [
             {"epoch": 5},
@@ -261,11 +266,7 @@ class TransportContract:
                 if reads(outcomes) != [Read.HIT] or got != payloads[i]:
                     wrong.append(i)
 
-        threads = [threading.Thread(target=read, args=(i,)) for i in payloads]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
+        at_once([partial(read, i) for i in payloads])
         assert wrong == []
 
     def test_a_block_that_changes_under_the_reader_is_never_a_wrong_hit(self, place: Place) -> None:

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from each_input import each
 from stepwise import StepwiseSegment
 
 from kvstore.core.bounded import NO_TENANT
@@ -81,7 +82,7 @@ def place():
     return Place()
 
 
-@pytest.mark.parametrize("ttl_s", [1, 2, 15, 16, 31, 32, 33, 100, 3600, 86_400, 30 * 86_400])
+@each("ttl_s", [1, 2, 15, 16, 31, 32, 33, 100, 3600, 86_400, 30 * 86_400])
 def test_a_namespaces_id_says_how_long_its_blocks_live_never_longer_than_asked(ttl_s):
     told = ttl_of(Namespace({"ttl_s": ttl_s}).id)
     assert ttl_s * 15 / 16 <= told <= ttl_s
@@ -96,7 +97,7 @@ def test_a_namespace_without_a_bound_says_so_and_one_with_it_is_another():
     assert len(ids) == 200
 
 
-@pytest.mark.parametrize("ttl_s", [0, -1, 1.5, "5", None, True, 1 << 40])
+@each("ttl_s", [0, -1, 1.5, "5", None, True, 1 << 40])
 def test_a_bound_that_is_none_is_refused(ttl_s):
     with pytest.raises(UsageError, match="ttl_s"):
         Namespace({"ttl_s": ttl_s})

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from each_input import each
 
 from kvstore.core.demotion import DemotingCore
 from kvstore.core.events import (
@@ -126,7 +127,7 @@ def test_a_demoter_that_ends_lets_go(driven):
     assert len(driven.coldest(2 * MIB)) == 8
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_free_bytes_are_all_that_no_block_takes(seed):
     """Whatever was saved, dropped and retired before, of whatever sizes."""
     rng = random.Random(seed)
@@ -214,7 +215,7 @@ def test_only_who_took_a_block_of_that_generation_retires_it(driven):
     driven.retire([block])
     assert block.key not in driven.core.blocks.by_key
     assert driven.core.blocks.counts["evicted"] == 1
-    assert driven.core.blocks.gone.get(block.key).why is GoneWhy.EVICTED
+    assert driven.core.blocks.departures.get(block.key).why is GoneWhy.EVICTED
 
 
 def test_what_is_being_written_or_read_does_not_leave(driven):

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from each_input import each
 
 from kvstore.core.answers import Grant
 from kvstore.core.events import Commit, Reserve, Touch
@@ -61,8 +62,8 @@ def full(size_bytes, block_bytes):
     return node, keys
 
 
-@pytest.mark.parametrize("along", [True, False])
-@pytest.mark.parametrize(
+@each("along", [True, False])
+@each(
     ("large", "small", "count"),
     [(MIB, 4 * KIB, 16), (2 * MIB, 16 * KIB, 32), (8 * MIB, 64 * KIB, 16), (4 * MIB, 4 * KIB, 1)],
 )

@@ -1,6 +1,7 @@
 """What a client says that a namespace is."""
 
 import pytest
+from each_input import each
 
 from kvstore.core.namespaces import Namespaces, namespace_of
 from kvstore.errors import UsageError
@@ -23,7 +24,7 @@ def test_a_field_is_text_a_number_or_nothing():
     assert namespace_of(Namespace(fields).canonical()) == Namespace(fields)
 
 
-@pytest.mark.parametrize(
+@each(
     "raw",
     [
         "{}",

@@ -27,7 +27,6 @@ from kvstore.core.memory.listed import place_of
 from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.keys import Namespace
-from kvstore.limits import Limits
 from kvstore.record import RecordSigner, slot_of, unpack_record
 from kvstore.types import EXISTS, IN_PROGRESS, NO_SPACE, STORED
 
@@ -170,9 +169,8 @@ def test_when_every_slot_is_reserved_the_answer_says_so(core):
     assert body(reserve(core, KEYS[8:9])) == [NO_SPACE]
 
 
-def test_a_client_may_not_reserve_beyond_its_limit():
-    limits = Limits(reservations_per_client=2)
-    core = NodeCore(node_id=1, epoch=1, size_bytes=ARENA, limits=limits)
+def test_a_client_may_not_reserve_beyond_its_limit(core, monkeypatch):
+    monkeypatch.setattr("kvstore.core.node.RESERVATIONS_MAX", 2)
     answers = body(reserve(core, KEYS[:3]))
     assert "at most 2 a client" in answers[2].reason
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
+from each_input import each
 
 from kvstore.core.answers import Grant
 from kvstore.core.events import (
@@ -100,8 +100,12 @@ def requests(rng: random.Random, held: list[list[Any]]) -> Any:
     return [rng.choice([*made, Suspect(SESSION, keys), Named(SESSION, keys, keys)])] * 2
 
 
+def session_of(core: NodeCore) -> Session:
+    return core._sessions.setdefault(SESSION, Session())
+
+
 def unpins(core: NodeCore) -> Unpin:
-    pins = core._sessions.setdefault(SESSION, Session()).pins
+    pins = session_of(core).pins
     return Unpin(SESSION, 1, [(i, core.blocks.allocator.slot(i).generation) for i in pins])
 
 
@@ -109,7 +113,7 @@ def ended(core: NodeCore, share: float, seed: int) -> SessionResumed | SessionDe
     """The session comes back and holds that share of what it had, or it dies."""
     if share < 0.1:
         return SessionDead(SESSION)
-    rng, held = random.Random(seed), core._sessions.setdefault(SESSION, Session())
+    rng, held = random.Random(seed), session_of(core)
     reserved = {s.slot_id: s.generation + (rng.random() > share) for s in held.reserved.values()}
     pinned = {slot: rng.randrange(3) for slot in held.pins if rng.random() < share}
     return SessionResumed(SESSION, {**reserved, 999: 1}, {**pinned, 998: 1})
@@ -122,8 +126,8 @@ def comparable(answer: Any) -> Any:
     return [type(a) if isinstance(a, Grant | bytes) else a for a in answer.body]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("seed", range(20))
+@each("policy", sorted(POLICIES))
+@each("seed", range(20))
 def test_the_node_and_the_answers_are_the_same(seed: int, policy: str) -> None:
     rng = random.Random(seed)
     cores = [

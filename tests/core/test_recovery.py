@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from each_input import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepwise import StepwiseSegment
@@ -46,7 +47,7 @@ SIZE = 3 * ARENA
 NODE = 7
 KEYS = Namespace.named("test").block_keys(range(40), 1)
 SIZES = (900, 4000, 9000, 30_000, ARENA)
-LIMITS = Limits(reservations_per_client=16, pins_per_client=8)
+LIMITS = Limits(pins_per_client=8)
 
 
 class KilledError(Exception):
@@ -242,7 +243,7 @@ def check_recovered(host: Host, core: NodeCore) -> None:
     assert core.blocks.outbox.publications_pending == len(expected)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(st.integers(0, 2**32))
 def test_after_a_kill_at_any_store_exactly_the_sealed_blocks_are_there(seed):
     """Several starts in a row on the same memory; clients of earlier ones live on at times."""
@@ -375,7 +376,7 @@ def test_a_header_that_is_not_whole_is_dropped_and_its_slot_is_free():
     World(0, Faults()).checks.books(core)
 
 
-@pytest.mark.parametrize(
+@each(
     ("offset", "value"),
     [(128, 9), (128 + 1, 40), (128 + 4, 0xFF), (64, SlotState.SEALED), (64, SlotState.RESERVED)],
     ids=["state", "granule", "size", "sealed within another", "reserved within another"],

@@ -117,7 +117,7 @@ def test_a_write_of_then_that_ends_is_not_remembered_as_a_departure_of_no_key():
     core, _ = started(held=(HeldSlot(0, 5, 0, PAGE, True),))
     core.handle(SessionDead(FORMER), 0.0)
     assert core.blocks.counts["aborted"] == 1
-    assert len(core.blocks.gone) == 0
+    assert len(core.blocks.departures) == 0
 
 
 def test_no_more_records_are_to_be_removed_than_there_is_room_for(monkeypatch):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvstore.core import node as node_module
 from kvstore.core.events import Commit, Drop, Listing, Named, Pin, Reserve, Touch
 from kvstore.core.node import NodeCore
+from kvstore.core.report import NAMESPACES_TOLD_MAX, SPACE_BYTES, counts
 from kvstore.keys import Namespace
 from kvstore.limits import Limits
 
@@ -68,3 +69,18 @@ def test_no_more_names_are_kept_than_the_limit_says_the_first_told_go_first(
         node.handle(Named(1, [key], [key[:4]]), 1.0)
     named = {key: row[3] for key, row in rows(node, 2.0).items()}
     assert [named[key] for key in KEYS[:3]] == [b"", KEYS[1][:4], KEYS[2][:4]]
+
+
+def test_all_nodes_are_told_of_the_namespaces_with_most_bytes() -> None:
+    """Not of those with most blocks."""
+    node = core()
+    for number, (size, count) in enumerate([(5000, 1), *[(10, 2)] * NAMESPACES_TOLD_MAX], 1):
+        keys = [Namespace.named(str(number)).value_key(str(i)) for i in range(count)]
+        each = [0] * count
+        reserve = Reserve(1, 1, keys, [size] * count, number, each, each, [None] * count, each)
+        grants = node.handle(reserve, 1.0).replies[0].body
+        node.handle(Commit(1, 2, [(grant[0], grant[1], 0) for grant in grants]), 1.0)
+    told = {n: c for n, c in counts(node).items() if n.startswith(SPACE_BYTES)}
+    assert len(told) == NAMESPACES_TOLD_MAX
+    assert told[f"{SPACE_BYTES}1"] == 5000
+    assert counts(node)["block_bytes"] == 5000 + 20 * NAMESPACES_TOLD_MAX

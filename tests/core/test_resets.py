@@ -1,6 +1,6 @@
 """Which resets a node knows of, and what it makes of what others tell."""
 
-import pytest
+from each_input import each
 
 from kvstore.core.resets import EVERYTHING, RANDOM_BITS, TOLD_MAX, Resets
 from kvstore.limits import RESET_NAMESPACES_MAX, RESETS_IDS_MAX
@@ -41,7 +41,7 @@ def test_what_is_told_survives_being_packed() -> None:
     assert Resets().pack() == ""
 
 
-@pytest.mark.parametrize("text", ["x", "AAAA", "####", "A" * 4000, full().pack()[:-9], "ü"])
+@each("text", ["x", "AAAA", "####", "A" * 4000, full().pack()[:-9], "ü"])
 def test_damaged_words_are_nothing_or_nothing_wrong(text: str) -> None:
     assert all(len(ids) <= RESET_NAMESPACES_MAX for _, ids in Resets().news(Resets.unpack(text)))
 

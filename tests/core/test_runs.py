@@ -3,13 +3,13 @@
 import random
 
 import pytest
+from each_input import each
 
 from kvstore.core.events import Abort, Commit, Drop, Pin, Reserve, Touch, Unpin
 from kvstore.core.memory.allocator import Allocator
 from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
-from kvstore.limits import Limits
 from kvstore.types import NO_SPACE, STORED
 
 KIB = 1 << 10
@@ -80,13 +80,13 @@ def books(core):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("seed", range(10))
+@each("seed", range(10))
 def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed, policy, monkeypatch):
     monkeypatch.setattr("kvstore.core.blocks.GONE_KEYS_MAX", 50)
     rng = random.Random(seed)
-    limits = Limits(reservations_per_client=20)
+    monkeypatch.setattr("kvstore.core.node.RESERVATIONS_MAX", 20)
     cores = [
-        kind(node_id=7, epoch=1, size_bytes=16 << 20, limits=limits, policy=POLICIES[policy])
+        kind(node_id=7, epoch=1, size_bytes=16 << 20, policy=POLICIES[policy])
         for kind in (NodeCore, OneByOne)
     ]
     held, pinned, full = set(), [], 0
@@ -111,7 +111,7 @@ def test_a_run_gets_the_slots_and_answers_that_it_would_get_one_by_one(seed, pol
     assert cores[0].blocks.counts["evicted"] > 0
 
 
-@pytest.mark.parametrize("length", [4096, 5000, 16 * KIB, 100 * KIB, 3 << 20])
+@each("length", [4096, 5000, 16 * KIB, 100 * KIB, 3 << 20])
 def test_side_by_side_is_where_one_after_the_other_would_be(length):
     for count in (1, 2, 5, 100):
         run, single = Allocator(64 << 20), Allocator(64 << 20)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from redis_servers import wait_until
-from stores import MIB, NodeProcess
+from stores import MIB, NodeProcess, node_stats
 
 from kvstore import Client, Namespace, UsageError
 
@@ -52,7 +52,7 @@ def test_after_its_time_a_block_is_a_miss_and_no_byte_of_it_is_in_the_segment(no
         wait_until(lambda: lie_in(node, saved) == 0, "they are wiped", SOON_S)
         assert hits(client) == 0
         assert "expired" in str(client.explain(TOKENS))
-        assert client.stats()["node"]["expired"] == 8
+        assert node_stats(client)["expired"] == 8
         assert hits(unbounded) == 8
         assert lie_in(node, others) == 8
 

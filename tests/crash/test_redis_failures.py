@@ -17,7 +17,7 @@ from redis_servers import RedisCluster, RedisServer, free_port, stopped, wait_un
 from stores import NodeProcess
 
 from kvstore import Client, Limits, PutStatus
-from kvstore.client.missing.explanation import MissReason
+from kvstore.client.explanation import MissReason
 from kvstore.errors import IndexUnavailableError
 from kvstore.testing.proxy import FaultyProxy
 

@@ -11,9 +11,10 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
-from kvstore import Client, DeadlineError, NodeUnavailableError, ResetResult
+from kvstore import Client, DeadlineError, ResetResult
 from kvstore.index.announced import announced_nodes
 from kvstore.limits import NODE_TTL_S
+from kvstore.spi import NodeUnavailableError
 
 SOON_S = 20.0
 NAMES = [f"k{i}" for i in range(8)]

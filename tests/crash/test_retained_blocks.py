@@ -2,7 +2,7 @@
 
 import pytest
 from redis_servers import wait_until
-from stores import MIB, NodeProcess
+from stores import MIB, NodeProcess, node_stats
 
 from kvstore import Client, Retained
 from kvstore.errors import NodeUnavailableError
@@ -42,7 +42,7 @@ def test_a_retained_prefix_hits_through_a_flood_a_kill_and_an_eviction_storm(red
         node.start()
         with Client(**node.client_options) as client:
             wait_until(lambda: hits(client), "the node goes on", SOON_S)
-            assert client.stats()["node"]["retained"] == 8
+            assert node_stats(client)["retained"] == 8
             flood(client, 3, size_bytes)
             assert hits(client)
             assert client.retain_blocks(TOKENS, 0, "a tenant") == [Retained.YES] * 8

@@ -6,13 +6,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 from contract.cuda import get, put
+from own_python import printed
 
 from kvstore.cuda.base import address_of, wait
 from kvstore.cuda.batch import ANY_ORDER, OVERLAP, VARIABLE, batch_copies
@@ -144,15 +143,7 @@ def in_a_process(body: str, **variables: str) -> str:
         "    with device.current():\n"
         "        device.copy_many(copies, stream._handle)\n" + body
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(code, env=os.environ | variables)
 
 
 LOST = "well ILLEGAL_ADDRESS ILLEGAL_ADDRESS\n"

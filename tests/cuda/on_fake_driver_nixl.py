@@ -12,9 +12,10 @@ from nixl_places import same_host
 from redis_servers import wait_until
 from stores import NodeProcess
 
-from kvstore import BlockSession, DeviceRange, Limits, cuda_device
+from kvstore import Limits
 from kvstore.cli.checks.base import ask_python
 from kvstore.cli.checks.software import _TRY_TO_VRAM, TRY_TIMEOUT_S
+from kvstore.spi import BlockSession, DeviceRange, cuda_device
 from kvstore.transport.stream.security import StreamSecurity
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ import pytest
 from contract.cuda import get, put
 from redis_servers import wait_until
 
-from kvstore import BlockSession, DeviceReservation, VramSaver, cuda_device, vram_for_saves
 from kvstore.nodedir import NodeDir
+from kvstore.spi import BlockSession, DeviceReservation, VramSaver, cuda_device, vram_for_saves
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import STORED
 

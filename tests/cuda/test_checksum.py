@@ -1,13 +1,14 @@
 """Checksums of payloads in a device's memory, over the model of one."""
 
 import os
-import threading
 import time
+from functools import partial
 from itertools import accumulate
 
 import pytest
 import xxhash
 from contract.cuda import MIB, put
+from threads_at_once import at_once
 
 from kvstore.cuda import checksum
 from kvstore.cuda.checksum import HALF_BYTES, DeviceChecksums
@@ -73,11 +74,7 @@ def test_threads_do_not_mix_their_bytes(device, checksums):
         seen = [checksums.of([extents])[0] for _ in range(3)]
         wrong.extend(set(seen) - {xxhash.xxh3_64_intdigest(data)})
 
-    threads = [threading.Thread(target=look, args=one) for one in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    at_once([partial(look, *one) for one in made])
     assert wrong == []
 
 
@@ -103,9 +100,9 @@ def test_after_close_nothing_is_locked_and_nothing_computed(device):
     checksums = DeviceChecksums(device)
     _, extents = placed(device, [MIB])
     checksums.of([extents])
-    assert device._registered
+    assert device.registered
     checksums.close()
     checksums.close()
-    assert not device._registered
+    assert not device.registered
     with pytest.raises(DeviceError):
         checksums.of([extents])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from each_input import each
 
 from kvstore.cuda import base
 
@@ -45,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("copy_ms", [0.1, 0.5, 0.7, 0.99, 1.1, 2, 5, 20, 100])
+@each("copy_ms", [0.1, 0.5, 0.7, 0.99, 1.1, 2, 5, 20, 100])
 def test_a_wait_is_at_most_a_tenth_longer_than_the_copy(clock: Clock, copy_ms: float) -> None:
     began, copy_s = clock.now, copy_ms / 1e3
     assert base.wait(Event(clock, began + copy_s), began + 60)

@@ -17,7 +17,7 @@ from connector.transfer.config import KVTransferConfig
 from kvstore.cli import COMMANDS, _parse
 from kvstore.cli.commands.acl import _read_passwords
 from kvstore.cli.commands.explain import _namespace, _tokens
-from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.nodes.directory import NodeDirectory
 from kvstore.core.namespaces import namespace_of
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.index.memory import MemoryIndex
@@ -91,7 +91,7 @@ def test_any_node_json_is_a_node_or_nobody(
     directory.announcement_path.write_bytes(real)
     index = MemoryIndex()
     index.announce(7, real[: 16 << 10], 60)
-    nodes = LocalNodes(run_dir, index, "kv:a")
+    nodes = NodeDirectory(run_dir, index, "kv:a")
     attached = nodes.segment(7, 3, 0.0)
     assert attached is None or attached.announcement.epoch == 3
     found = nodes.writable(None)

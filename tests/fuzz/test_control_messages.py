@@ -65,6 +65,7 @@ sensible = st.one_of(
     ).map(list),
     st.sampled_from([[Op.CLEAR, 5, 7], [Op.STAT, 6], [Op.LIST, 7, b"", 3]]),
     st.just([Op.NAMESPACE, 0, NAMESPACE.id, NAMESPACE.canonical()]),
+    st.just([Op.REPORT, 0, ["asked_tokens", "missed_tokens:evicted"], [7, 3]]),
 )
 
 
@@ -82,8 +83,8 @@ def mangled(draw: st.DrawFn) -> object:
 hostile = st.one_of(
     plain,
     mangled(),
-    st.tuples(st.integers(0, 16), integers, plain, plain).map(list),
-    st.tuples(st.integers(0, 16), integers, plain).map(list),
+    st.tuples(st.integers(0, 19), integers, plain, plain).map(list),
+    st.tuples(st.integers(0, 19), integers, plain).map(list),
 )
 
 
@@ -131,18 +132,19 @@ def capacity_is_whole(core: NodeCore) -> None:
 def test_any_sequence_of_messages_leaves_the_core_whole(
     messages: list[tuple[int, object]],
 ) -> None:
-    limits = Limits(reservations_per_client=3, pins_per_client=2)
+    limits = Limits(pins_per_client=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvstore.core.blocks.GONE_KEYS_MAX", 4)
         patch.setattr("kvstore.core.node.NAMESPACES_MAX", 2)
+        patch.setattr("kvstore.core.node.RESERVATIONS_MAX", 3)
         core = NodeCore(node_id=1, epoch=1, size_bytes=2 * MIB, limits=limits)
-    for now, (session, message) in enumerate(messages):
-        try:
-            event = decode(session, message)
-        except UsageError:
-            continue
-        core.handle(event, float(now))
-        capacity_is_whole(core)
+        for now, (session, message) in enumerate(messages):
+            try:
+                event = decode(session, message)
+            except UsageError:
+                continue
+            core.handle(event, float(now))
+            capacity_is_whole(core)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,7 @@ streams = st.one_of(
 @given(said=streams, lease=st.booleans())
 def test_any_bytes_leave_the_node_serving(node: Node, said: bytes, lease: bool) -> None:
     """Before and after a right HELLO; then the next client is answered as if nothing was."""
-    from kvstore.client.local.lease import Lease
+    from kvstore.client.nodes.lease import Lease
 
     for bytes_ in (said, None):
         held = Lease(node.dir.leases)

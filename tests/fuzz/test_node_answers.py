@@ -11,16 +11,17 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from remote_parts import remote_nodes
 from seeds import fuzz
 
-from kvstore import KVStoreError, Namespace, NodeUnavailableError
+from kvstore import KVStoreError, Namespace
 from kvstore.client.base import MissQuery, Reservation
-from kvstore.client.local.link import Grants
-from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.writer import Writer
+from kvstore.client.explanation import Missing
 from kvstore.client.missing.explain import Explainer
-from kvstore.client.missing.explanation import Missing
-from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.readability import Readability
+from kvstore.client.nodes.saving.link import Grants
+from kvstore.client.nodes.saving.writer import Writer
 from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol import control
@@ -29,8 +30,8 @@ from kvstore.protocol.control_requests import Wants
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import Superblock
 from kvstore.segment.shm import OwnedShm
+from kvstore.spi import NodeUnavailableError
 from kvstore.system.filelock import try_lock
-from kvstore.transport.stream.security import StreamSecurity
 
 KEYS = [bytes([i]) * 32 for i in range(2)]
 NAMESPACE = Namespace.named("n")
@@ -128,12 +129,13 @@ raws = st.one_of(
 
 def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object]]:
     wants = Wants(KEYS, 100)
-    announcement = writer.link().announcement
+    link = writer.link()
+    announcement = link.announcement
     mine = [
         Reservation(
             KEYS[0],
             memoryview(bytearray(1)),
-            writer,
+            link,
             announcement.node_id,
             announcement.epoch,
             1,
@@ -142,9 +144,9 @@ def calls(writer: Writer, explainer: Explainer) -> dict[str, Callable[[], object
     ]
     question = MissQuery(0, KEYS[0], NAMESPACE, lambda _: KEYS[1])
     return {
-        "reserve": lambda: writer.reserve_later(wants, NAMESPACE.id, Grants())(),
-        "commit": lambda: writer.commit_later(mine)(),
-        "abort": lambda: writer.abort(mine),
+        "reserve": lambda: link.reserve_later(wants, NAMESPACE.id, Grants())(),
+        "commit": lambda: link.commit_later(mine)(),
+        "abort": lambda: link.abort(mine),
         "pin": lambda: writer.pin(KEYS[0], Grants()),
         "pin_many": lambda: writer.pin_many(KEYS, Grants()),
         "unpin": lambda: writer.unpin_many([(KEYS[0], bytes(44))]),
@@ -169,10 +171,10 @@ def test_any_answer_is_a_value_or_one_of_our_errors(
     index = MemoryIndex()
     index.announce(7, broken.announcement.pack(), 60)
     run_dir = broken.directory.path.parent.parent
-    nodes = LocalNodes(run_dir, index, "kv:a")
+    nodes = NodeDirectory(run_dir, index, "kv:a")
     writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False)
-    remote = RemoteNodes(index, (), StreamSecurity(), TIMEOUT_S)
-    explainer = Explainer(index, remote, run_dir, "kv:a", TIMEOUT_S)
+    remote = remote_nodes(index, TIMEOUT_S, (), run_dir, "kv:a")
+    explainer = Explainer(index, Readability(remote.directory, remote, verifies=False), TIMEOUT_S)
     try:
         made = calls(writer, explainer)
         assert set(made) == set(NAMES)
@@ -204,20 +206,21 @@ def test_a_slot_that_reaches_out_of_the_segment_is_no_slot(
     broken.body, broken.raw, broken.good = [[1, 1, offset]], None, True
     index = MemoryIndex()
     index.announce(7, broken.announcement.pack(), 60)
-    nodes = LocalNodes(broken.directory.path.parent.parent, index, "kv:a")
+    nodes = NodeDirectory(broken.directory.path.parent.parent, index, "kv:a")
     writer = Writer(nodes, name=None, timeout_s=TIMEOUT_S, checksums=False)
     wants = Wants(KEYS[:1], 100)
-    shm = writer.link().shm
+    link = writer.link()
+    shm = link.memory.shm
     assert isinstance(shm, AttachedShm)
     shm.is_populated = populated
     try:
         if granted:
-            (reservation,) = writer.reserve_later(wants, NAMESPACE.id, Grants())()
+            (reservation,) = link.reserve_later(wants, NAMESPACE.id, Grants())()
             assert isinstance(reservation, Reservation)
             assert len(reservation.buffer) == 100
         else:
             with pytest.raises(NodeUnavailableError):
-                writer.reserve_later(wants, NAMESPACE.id, Grants())()
+                link.reserve_later(wants, NAMESPACE.id, Grants())()
     finally:
         broken.body = True
         writer.close()

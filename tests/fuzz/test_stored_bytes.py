@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from seeds import fuzz
+from segment_bytes import head_of, hints_in_head
 
-from kvstore.client.local.nodes import Attached
+from kvstore.client.explanation import MissReason, Unreadable
+from kvstore.client.nodes.known import Attached, KnownNode
+from kvstore.client.nodes.readability import Readability
+from kvstore.client.payloads import tensors
 from kvstore.client.reader import Reader
-from kvstore.client.values import tensors
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL
 from kvstore.nodedir import NodeDir
@@ -93,11 +96,24 @@ class _Nodes:
     def segment(self, node_id: int, epoch: int, now: float) -> Attached | None:
         return self.mapped[0] if (node_id, epoch) == (7, 3) else None
 
+    def entry(self, node_id: int, epoch: int) -> KnownNode:
+        return KnownNode(epoch)
+
     def check(self, now: float) -> None:
         return None
 
     def map_ours(self, now: float) -> bool:
         return False  # it is mapped
+
+
+class _Nobody:
+    """No node of another host."""
+
+    def node(self, node_id: int, epoch: int, now: float) -> None:
+        return None
+
+    def why_not(self, node_id: int, epoch: int) -> Unreadable:
+        return Unreadable(MissReason.OUT_OF_REACH, "")
 
 
 @fuzz(200)
@@ -129,13 +145,13 @@ def test_any_record_over_any_header_is_a_place_inside_the_segment_or_none(
     owned = OwnedShm(folder / "s", BLOCK)
     shm = AttachedShm(owned.data_path, owned.head_path)
     attached = Attached(BLOCK, shm, NodeDir(folder, "node"), ours=True)  # type: ignore[arg-type]
-    reader = Reader(MemoryIndex(), _Nodes(attached))  # type: ignore[arg-type]
+    reader = Reader(MemoryIndex(), Readability(_Nodes(attached), _Nobody(), verifies=False))  # type: ignore[arg-type]
     if agree:  # so that more than the first comparison is reached
         location = location._replace(node_id=7, epoch=3, segment=0, slot=at, generation=seen[0])
         location = location._replace(length=seen[2], granule=seen[3])
     start = header.SUPERBLOCK_BYTES + at * header.HEADER_BYTES
-    owned._head[start : start + header.HEADER_BYTES] = header.pack(seen)
-    hints = owned._hints
+    head_of(owned)[start : start + header.HEADER_BYTES] = header.pack(seen)
+    hints = hints_in_head(owned)
     hints[header.hint_of(KEY, len(hints))] = at if agree else hint % (SLOTS + len(hints))
     try:
         places = [reader.place(KEY, pack_record(KEY, location)), *reader.search([KEY])]

@@ -11,7 +11,7 @@ from cuda_python import cuda_bindings
 from nixl_places import NixlPlace, NixlVramPlace, needs_nixl, same_host
 from redis_servers import wait_until
 
-from kvstore.client.local.writer import Writer
+from kvstore.client.nodes.saving.writer import Writer
 from kvstore.cuda.base import DeviceRange
 from kvstore.cuda.bindings import open_device
 from kvstore.segment.layout import Layout

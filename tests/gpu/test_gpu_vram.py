@@ -16,7 +16,8 @@ from cuda_python import cuda_bindings
 from redis_servers import wait_until
 from vram_parts import VramPlace
 
-from kvstore.client.vram.nodes import VramNodes
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.vram import VramNodes
 from kvstore.core.events import Commit, Drop, Reserve
 from kvstore.cuda.base import DeviceRange
 from kvstore.index.memory import MemoryIndex
@@ -95,7 +96,8 @@ class Pair:
         assert self.pipe.poll(STARTS_S), "the owner has not saved its blocks"
         self.there = self.pipe.recv()
         self.device = open_device(0)
-        self.nodes = VramNodes(run_dir, "kv:default", self.device)
+        directory = NodeDirectory(run_dir, MemoryIndex(), "kv:default")
+        self.nodes = VramNodes(directory, self.device)
         self.word = NodeDir(run_dir, "vram").announcement()
         self.mine = self.device.allocate(BLOCKS * BLOCK_BYTES)
 

@@ -16,8 +16,9 @@ from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
 from connector.copiers.cuda.page_lock import LockedPool
 from connector.worker.vram import VramStore
-from kvstore import BlockSession, DeviceRange, PoolMapping, UsageError, cuda_device
+from kvstore import UsageError
 from kvstore.index.embedded_redis.server import find_server
+from kvstore.spi import BlockSession, DeviceRange, PoolMapping, cuda_device
 
 torch: Any = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from connector.copiers.base import Gather, HeadPart, KVCopier, Scatter
 from connector.copiers.cuda.copier import DeviceCopier
 from connector.copiers.cuda.kernel_plan import layout_of
 from connector.copiers.cuda.torch_copier import TorchCopier
-from kvstore import DeviceRange
+from kvstore.spi import DeviceRange
 
 torch: Any = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu

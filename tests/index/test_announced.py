@@ -8,14 +8,16 @@ import signal
 from pathlib import Path
 
 import pytest
+from each_input import each
 from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess, announcement
 
-from kvstore import Client, Locator
+from kvstore import Client
 from kvstore.index.announced import announced_node, announced_nodes
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis.index import open_index
 from kvstore.record import RecordSigner
+from kvstore.spi import Locator
 from kvstore.transport.stream.security import StreamSecurity
 
 KEY, SECRET = "a signing key of this tenant", "a secret that both sides know"
@@ -40,7 +42,7 @@ def test_what_was_signed_is_believed_and_read_by_those_without_the_key_too() -> 
     assert json.loads(SIGNED)["signature"]
 
 
-@pytest.mark.parametrize(
+@each(
     "raw",
     [
         WORD.pack(),

@@ -9,10 +9,11 @@ import zmq
 from redis_servers import wait_until
 from stores import MIB, NodeProcess
 
-from kvstore import Client, Namespace, Residency
+from kvstore import Client, Namespace
 from kvstore.errors import UsageError
 from kvstore.nodedir import NodeDir
 from kvstore.protocol.block_events import END, sequence_bytes, sequence_of, unpack_changes
+from kvstore.spi import Residency
 from kvstore.testing.ports import held_ports
 
 SOON_S = 20.0

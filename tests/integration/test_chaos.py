@@ -11,13 +11,15 @@ import synthetic
 from chaos import plan
 from chaos import run as chaos
 from chaos.load import NEW_TOKENS
+from each_input import each
 from engines import EngineSettings, kv_transfer
 from redis_servers import wait_until
 from script_runs import run_without_engine
+from services import redis_up
 from synthetic import SyntheticDriver
 
 from kvstore import Client
-from kvstore.client.local.writer import Writer
+from kvstore.client.nodes.saving.link import NodeLink
 from kvstore.client.values import put_pipeline
 from kvstore.client.values.put_pipeline import unless
 from kvstore.protocol.control import Op
@@ -39,7 +41,7 @@ def verdict(*answers, windows=(FAULT,)):
     return plan.passed(summary, planned=1), summary
 
 
-@pytest.mark.parametrize("seed", range(50))
+@each("seed", range(50))
 def test_faults_come_one_at_a_time_and_end_before_the_run_does(seed):
     faults = plan.faults(seed, 120.0)
     assert faults == plan.faults(seed, 120.0)
@@ -66,7 +68,7 @@ def test_all_answered_and_alike_passes():
     assert verdict(answer((1,), [7, 8]), answer((2,), [9]))[0]
 
 
-@pytest.mark.parametrize(
+@each(
     "bad",
     [
         answer((1,), [7, 9]),
@@ -108,12 +110,13 @@ def test_an_answer_counts_under_the_fault_it_meets():
 def test_redis_is_up_once_it_answers_whatever_sockets_lie_about(tmp_path):
     store = chaos.Store(tmp_path)
     try:
-        assert store._up("redis", 0)
+        up, server = redis_up(store.socket), store.services["redis"]
+        assert up(server)
         store.end("redis", signal.SIGKILL)
         assert store.socket.exists()
-        assert not store._up("redis", 0)
+        assert not up(server)
         store.start("redis")
-        assert store._up("redis", 0)
+        assert up(server)
     finally:
         store.close()
 
@@ -197,11 +200,11 @@ def test_one_wrong_byte_that_is_loaded_is_noticed(hosts):
     assert not verdict_on([of(far, prompt)], alone)
 
 
-def committed(self, link, handles):
-    """In the place of `Writer._give_back`: what a call leaves behind is sealed."""
+def committed(self, handles):
+    """In the place of `NodeLink._give_back`: what a call leaves behind is sealed."""
     if handles:
-        items = [(*handle, 0) for handle in link.held.still_reserved(handles)]
-        link.control.request(Op.COMMIT, items)
+        items = [(*handle, 0) for handle in handles if handle in self.held.reserved]
+        self.control.request(Op.COMMIT, items)
 
 
 def given_up(engine, prompt, monkeypatch):
@@ -223,7 +226,7 @@ def test_a_request_that_is_given_up_in_its_save_changes_no_answer(hosts, monkeyp
     given_up(near, (6,) * whole, monkeypatch)
     assert verdict_on([of(near, (6,) * whole), of(near, (6,) * whole)], alone)
     # What was given up is sealed: if that is not noticed, the above shows nothing.
-    monkeypatch.setattr(Writer, "_give_back", committed)
+    monkeypatch.setattr(NodeLink, "_give_back", committed)
     given_up(near, (7,) * whole, monkeypatch)
     assert not verdict_on([of(near, (7,) * whole)], alone)
 

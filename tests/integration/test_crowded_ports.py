@@ -14,7 +14,8 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import MIB, NodeProcess
 
-from kvstore import Client, Residency
+from kvstore import Client
+from kvstore.spi import Residency
 from kvstore.testing.ports import held_ports
 
 HOST = "127.0.0.1"

@@ -118,9 +118,9 @@ class Apart:
             self.hosts.close()
             raise
 
-    def start_node(self, host: str) -> subprocess.Popen[bytes]:
+    def start_node(self, host: str) -> cluster.Service:
         node = cluster.start_node(self.hosts, self.places, host, "64MiB")
-        cluster.wait_ready(node, self.places.host(host) / "log")
+        cluster.wait_ready(node)
         return node
 
     def healed(self, host: str, start: int, stop: int) -> None:
@@ -180,9 +180,9 @@ def test_the_command_line_gets_what_another_host_saved(apart, tmp_path):
             timeout=60,
         )
 
-    for host, key in (("a", "said on a"), ("c", "said on c, which has no node")):
+    for host, key, others in (("a", "of a", "bc"), ("c", "of c, which has no node", "a")):
         assert kv(host, "put", key, str(value)).stdout.strip() == b"stored"
-        for other in ("a", "b", "c"):
+        for other in others:
             assert kv(other, "get", key).stdout == value.read_bytes()
 
 
@@ -225,7 +225,7 @@ def test_a_paused_host_costs_a_deadline_then_misses_at_once_and_heals(apart):
         assert waits[len(waits) // 2] < AT_ONCE_S
         assert apart.clients["b"].put(first + 40, first + 45) == 5, "its own node is there"
     finally:
-        apart.nodes["a"].send_signal(signal.SIGCONT)
+        apart.nodes["a"].send(signal.SIGCONT)
     apart.healed("b", first, first + 45)
 
 
@@ -258,8 +258,7 @@ def test_a_host_whose_node_was_killed_is_misses_and_serves_again_when_it_is_back
     first = next(NEXT)
     assert apart.clients["a"].put(first, first + 20) == 20
     assert apart.clients["b"].get(first, first + 10) == 10
-    apart.nodes["a"].kill()
-    apart.nodes["a"].wait(10)
+    apart.nodes["a"].end(signal.SIGKILL)
     assert apart.clients["b"].get(first, first + 20) == 0
     apart.nodes["a"] = apart.start_node("a")
     assert apart.clients["a"].put(first, first + 20) == 20

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from redis_servers import wait_until
+from stores import in_loop
 
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.memory import MemoryIndex
@@ -56,10 +57,14 @@ def test_a_task_that_fails_is_told_counted_and_goes_on(
     assert told.exc_info[1] is error
 
 
+def has_ended(node):
+    return not node._thread.is_alive()
+
+
 def test_a_node_ends_when_nobody_would_publish_any_more(node, index, monkeypatch, caplog):
     fails_once(monkeypatch, Publisher, "_flush", TypeError("our bug"))
-    node._loop.call_soon_threadsafe(node.publisher._flush)
-    wait_until(lambda: not node._thread.is_alive(), "it ends")
+    in_loop(node, node.publisher._flush)
+    wait_until(lambda: has_ended(node), "it ends")
     with pytest.raises(NodeUnavailableError, match="our bug"):
         node.stats()
     assert index.nodes() == {}
@@ -67,7 +72,7 @@ def test_a_node_ends_when_nobody_would_publish_any_more(node, index, monkeypatch
 
 def test_a_node_ends_whatever_its_core_raises(node, monkeypatch):
     fails_once(monkeypatch, type(node.core), "handle", IndexError("our bug"))
-    node._loop.call_soon_threadsafe(node.act, None)
-    wait_until(lambda: not node._thread.is_alive(), "it ends")
+    in_loop(node, node.act, None)
+    wait_until(lambda: has_ended(node), "it ends")
     with pytest.raises(NodeUnavailableError, match="our bug"):
         node.stats()

@@ -8,10 +8,11 @@ import time
 
 import msgpack
 import pytest
+from open_files import open_files
 from redis_servers import wait_until
 from stores import announcement
 
-from kvstore.client.local.lease import Lease
+from kvstore.client.nodes.lease import Lease
 from kvstore.errors import DeadlineError, IndexUnavailableError, UsageError
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
@@ -24,7 +25,6 @@ from kvstore.node.vram import VramNode
 from kvstore.nodedir import Announcement, NodeDir
 from kvstore.protocol import control
 from kvstore.protocol.control import Op
-from kvstore.system import filelock
 from kvstore.testing.cuda import ModelCuda
 
 KEYS = Namespace.named("test").block_keys(range(64), 1)
@@ -413,8 +413,9 @@ def test_a_node_that_takes_too_long_to_start_ends_by_itself(tmp_path, index, mon
         late.start()
     assert begun.is_set()
     go_on.set()
-    late._thread.join(10)
-    assert not late._thread.is_alive()
+    thread = late._thread
+    thread.join(10)
+    assert not thread.is_alive()
     assert not late.dir.path.exists()
     monkeypatch.undo()
     Node(config, index).start().stop()
@@ -425,11 +426,11 @@ def test_a_node_that_cannot_share_its_memory_keeps_none_of_it(tmp_path, index, m
         raise PermissionError(errno.EPERM, "not this user's")
 
     monkeypatch.setattr(Node, "_share_files", refused)
-    before = set(filelock._open)
+    before = open_files()
     node = Node(NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB), index)
     with pytest.raises(UsageError, match="cannot be used"):
         node.start()
-    assert filelock._open == before, "else whoever looks for memory of the dead takes it for alive"
+    assert open_files() == before, "else whoever looks for memory of the dead takes it for alive"
     assert not node.dir.path.exists()
 
 
@@ -450,10 +451,10 @@ def test_a_node_in_vram_that_cannot_hand_it_over_keeps_no_files(tmp_path, index,
         raise PermissionError(errno.EPERM, "not this user's")
 
     monkeypatch.setattr(VramNode, "_listen", refused)
-    before = set(filelock._open)
+    before = open_files()
     device = ModelCuda(tmp_path)
     node = VramNode(NodeConfig(run_dir=tmp_path, size_bytes=4 * MIB), index, device)
     with pytest.raises(UsageError, match="cannot be used"):
         node.start()
     node.free()
-    assert filelock._open == before
+    assert open_files() == before

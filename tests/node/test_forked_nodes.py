@@ -55,14 +55,14 @@ def test_a_node_of_a_killed_process_is_dead_although_a_child_of_it_lives(redis_s
 def test_a_child_of_a_nodes_process_changes_nothing_of_the_node(redis_server, what):
     with NodeThread(redis_server, size_bytes=4 << 20) as node, Client(**node.client_options) as c:
         assert c.put("k", b"v" * 100_000)
-        segment = node._node.segment
+        segment = node.node.segment
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGSEGV, signal.SIG_DFL)
             signal.alarm(20)
             if what == "close":
                 c.close()
-                node._node.stop()
+                node.node.stop()
             else:
                 segment._head[0:4096] = bytes(4096)
             os._exit(0)

@@ -8,7 +8,7 @@ from redis_servers import wait_until
 from stores import PATIENT
 
 from kvstore import Client
-from kvstore.client.local.lease import Lease
+from kvstore.client.nodes.lease import Lease
 from kvstore.errors import NodeUnavailableError, NoSpaceError
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL

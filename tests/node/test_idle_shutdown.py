@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import BlockSession
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig, idle_shutdown
+from kvstore.spi import BlockSession
 
 
 class Sessions:

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from open_files import open_files
 from redis_servers import wait_until
 
 from kvstore.errors import NodeUnavailableError
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig, name_lock
 from kvstore.nodedir import NodeDir
-from kvstore.system import filelock
 from kvstore.system.filelock import FileLock, try_lock
 
 
@@ -56,8 +56,8 @@ def test_a_directory_that_is_swept_as_its_name_is_taken_leaves_no_lock(
         return lock
 
     monkeypatch.setattr(name_lock, "try_lock", swept)
-    before = set(filelock._open)
+    before = open_files()
     lock = asyncio.run(name_lock.take_name(directory, tmp_path, lambda: False))
     assert len(tries) == 2
     lock.release()
-    assert filelock._open == before
+    assert open_files() == before

@@ -9,22 +9,40 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+from disk_nodes import DISK_BYTES, DiskNode
+from disk_nodes import config as disk_config
 from prometheus_client.parser import text_string_to_metric_families
 from redis_servers import RedisServer, wait_until
-from stores import NodeProcess
+from stores import NodeProcess, in_loop
 from test_daemon import KEYS, MIB, Talker
 
+import kvstore
+from kvstore.core.outgoing.watched import AGE_BOUNDS_S, Ages
 from kvstore.core.report import stats
 from kvstore.errors import IndexUnavailableError, UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.node import Node, NodeConfig, metrics
-from kvstore.node.metrics import FAMILIES, PREFIX, NodeMetrics
+from kvstore.node.metrics import (
+    DISK_FAMILIES,
+    DISK_SKIPPED,
+    FAMILIES,
+    HISTOGRAMS,
+    PREFIX,
+    NodeMetrics,
+)
+from kvstore.protocol.control import Op, packed
 from kvstore.testing.ports import held_ports
 
 HOST = "127.0.0.1"
+
+
+def metrics_of(node: Node) -> NodeMetrics:
+    assert node._metrics is not None
+    return node._metrics
 
 
 def made(tmp_path: Path, index: MemoryIndex, address: tuple[str, int] = (HOST, 0)) -> Node:
@@ -43,8 +61,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def ask(node: Node, path: str, method: str = "GET") -> tuple[int, str]:
     """Status and body."""
-    assert node._metrics is not None
-    connection = http.client.HTTPConnection(HOST, node._metrics.port, timeout=10)
+    connection = http.client.HTTPConnection(HOST, metrics_of(node).port, timeout=10)
     try:
         connection.request(method, path)
         answer = connection.getresponse()
@@ -81,15 +98,71 @@ def test_what_it_tells_is_what_the_node_counts(node: Node) -> None:
     talker.lease.release()
 
 
+def test_what_engines_found_and_missed_adds_up_to_what_they_asked_for(node: Node) -> None:
+    talker = Talker(node)
+    names = ["asked_tokens", "engine_tokens", "hit_tokens", "missed_tokens:evicted"]
+    talker.socket.sendall(packed([Op.REPORT, 0, names, [100, 30, 50, 19]]))
+    talker.socket.sendall(packed([Op.REPORT, 0, ["missed_tokens:last-token"], [1]]))
+    assert talker.stat()["asked_tokens"] == 100
+    _, body = ask(node, "/metrics")
+    samples = [
+        sample
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+        if sample.name.endswith("_tokens_total")
+    ]
+    asked = sum(sample.value for sample in samples if "asked" in sample.name)
+    assert asked == sum(sample.value for sample in samples if "asked" not in sample.name) == 100
+    reasons = {sample.labels["reason"] for sample in samples if "missed" in sample.name}
+    assert reasons == {"evicted", "last-token"}
+    talker.lease.release()
+
+
+def test_ages_are_histograms_and_the_version_is_told(node: Node) -> None:
+    _, body = ask(node, "/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(body)}
+    for family in HISTOGRAMS:
+        shown = families[PREFIX + family.name]
+        assert shown.type == "histogram"
+        bounds = [sample.labels["le"] for sample in shown.samples if "le" in sample.labels]
+        assert bounds[-1] == "+Inf"
+        assert len(bounds) == len(AGE_BOUNDS_S) + 1
+    (info,) = families["kvstore_node_info"].samples
+    assert info.labels["version"] == kvstore.__version__
+
+
+def counted_by(node: Node) -> set[str]:
+    """Return what a node counts, without the curve that `kvstore plan` asks for."""
+    names = stats(node.core, 0.0).keys() | {"clients", "ready", "index_away"}
+    return {name for name in names if not name.startswith("reuse_")}
+
+
 def test_nothing_that_a_node_counts_is_left_out(node: Node) -> None:
-    counted = stats(node.core, 0.0).keys() | {"clients", "ready", "index_away"}
-    assert {family.of for family in FAMILIES} == counted
-    assert len(FAMILIES) == len(counted)
+    counted = counted_by(node)
+    of_ages = {name for family in HISTOGRAMS for name in Ages().numbers(family.of)}
+    assert {family.of for family in FAMILIES} | of_ages == counted
+    assert len(FAMILIES) + len(of_ages) == len(counted)
+
+
+def test_of_disks_too_nothing_that_a_node_counts_is_left_out(tmp_path: Path) -> None:
+    with DiskNode(disk_config(tmp_path, metrics=(HOST, 0))) as disk_node:
+        disk_node.save(KEYS[0], size=100)
+        node = disk_node.node
+        counted = {name for name in stats(node.core, 0.0) if name.startswith("disk_")}
+        reasons = {name for name in counted if name.startswith(f"{DISK_SKIPPED}_")}
+        assert {family.of for family in DISK_FAMILIES} == counted - reasons
+        found = told(node)
+        assert found["disk_devices"] == 1
+        assert found["disk_closed"] == found["disk_bytes"] == 0
+        assert 0 < found["disk_capacity_bytes"] < DISK_BYTES
+        _, body = ask(node, "/metrics")
+        for reason in reasons:
+            assert f'reason="{reason.removeprefix(f"{DISK_SKIPPED}_")}"' in body
 
 
 def test_each_name_is_as_prometheus_wants_it(node: Node) -> None:
     """Base units, and `_total` for what only grows."""
-    names = [family.name for family in FAMILIES]
+    names = [family.name for family in (*FAMILIES, *DISK_FAMILIES)]
     assert len(set(names)) == len(names)
     assert not any(name.endswith(("_s", "_ms", "_total", "_count")) for name in names)
     _, body = ask(node, "/metrics")
@@ -126,8 +199,7 @@ def test_a_loop_that_does_not_answer_is_told(
         stuck.set()
         on.wait(20)
 
-    assert node._loop is not None
-    node._loop.call_soon_threadsafe(stop)
+    in_loop(node, stop)
     assert stuck.wait(10)
     try:
         status, body = ask(node, path)
@@ -154,8 +226,7 @@ def test_who_says_nothing_keeps_nobody_waiting(
 def connected(node: Node | int) -> socket.socket:
     """To a node of this process, or to a port."""
     if isinstance(node, Node):
-        assert node._metrics is not None
-        node = node._metrics.port
+        node = metrics_of(node).port
     return socket.create_connection((HOST, node), timeout=10)
 
 
@@ -204,35 +275,40 @@ class Crowd:
 
 
 def answered_s(port: int, for_s: float) -> list[float]:
-    """How long `/live` took each time, asked again and again; the slowest comes first."""
+    """How long `/live` took each time, asked again and again."""
     taken_s, over = list[float](), time.monotonic() + for_s
-    while time.monotonic() < over:
+    while time.monotonic() < over or len(taken_s) < 3:
         began = time.monotonic()
         with connected(port) as probe:
             probe.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert probe.recv(15) == b"HTTP/1.1 200 OK"
         taken_s.append(time.monotonic() - began)
         time.sleep(0.02)
-    return sorted(taken_s, reverse=True)
+    return taken_s
+
+
+def late_in_a_row(taken_s: list[float]) -> int:
+    """The longest run of answers that a kubelet would not have waited for."""
+    return max(len(list(late)) * slow for slow, late in groupby(one >= 1.0 for one in taken_s))
 
 
 @pytest.mark.parametrize(
     "for_s",
     [
         pytest.param(4.0, id="seconds"),
-        pytest.param(300.0, id="minutes", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+        pytest.param(120.0, id="minutes", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],
 )
 def test_a_crowd_of_slow_clients_delays_no_probe(redis_server: RedisServer, for_s: float) -> None:
     """One connection that sent a byte now and then, or four silent ones, did: the kubelet killed
-    the node."""
+    the node, which it does after three late answers. A machine may stand still for one."""
     with held_ports(1) as (port,):
         options = ("--metrics", f"{HOST}:{port}")
         with (
             NodeProcess(redis_server, size=8 * MIB, options=options),
             Crowd(port, silent=200, dripping=200),
         ):
-            assert answered_s(port, for_s)[0] < 1.0
+            assert late_in_a_row(answered_s(port, for_s)) < 2
 
 
 def test_a_request_has_its_time_as_a_whole(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +327,7 @@ def test_an_answer_that_is_not_read_has_its_time_too(
 ) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.5)
     monkeypatch.setattr(NodeMetrics, "_response", lambda *_: bytes(64 * MIB))
-    assert node._metrics is not None
-    guests = node._metrics._guests
+    guests = metrics_of(node)._guests
     with connected(node) as one:
         one.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         wait_until(lambda: guests, "it is answered", 10)
@@ -264,8 +339,7 @@ def test_when_there_is_no_room_the_oldest_of_those_who_have_most_goes(
 ) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 600.0)
     monkeypatch.setattr(metrics, "CONNECTIONS_MAX", 3)
-    assert node._metrics is not None
-    at = (HOST, node._metrics.port)
+    at = (HOST, metrics_of(node).port)
     other = socket.create_connection(at, timeout=10, source_address=("127.0.0.2", 0))
     crowd = [connected(node) for _ in range(3)]
     wait_until(lambda: ended(crowd[0]), "the first of the crowd is hung up on", 10)
@@ -306,7 +380,6 @@ def test_a_probe_may_ask_for_the_head_alone(node: Node, path: str) -> None:
 def test_what_is_no_request_ends_its_connection_alone(
     node: Node, said: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert node._metrics is not None
     with connected(node) as odd, suppress(OSError):  # it may hang up before all is said
         odd.sendall(said)
         odd.shutdown(socket.SHUT_WR)
@@ -319,7 +392,7 @@ def test_what_is_no_request_ends_its_connection_alone(
 def test_it_ends_with_its_node(tmp_path: Path) -> None:
     with made(tmp_path, MemoryIndex()) as node:
         assert ask(node, "/live")[0] == 200
-        port = node._metrics.port if node._metrics is not None else 0
+        port = metrics_of(node).port
 
     def gone() -> bool:
         try:

@@ -35,7 +35,7 @@ class LoggedNode(NodeProcess):
         argv = ["node", "--url", self.redis.url, "--run-dir", str(self.run_dir)]
         argv += ["--name", self.name, "--key-prefix", self.key_prefix, *self._options, *options]
         self.process = WarmProcess(
-            program, LOGGED, str(self.log), *argv, environment=self._environment
+            program, LOGGED, str(self.log), *argv, environment=self.environment
         )
         wait_until(self._ready, "the node is ready")
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from each_input import each
 from other_users import ALICE, needs_root, run_as
 from stores import MIB, announcement
 
-from kvstore.client.local.lease import fresh_id
+from kvstore.client.nodes.lease import fresh_id
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import REAL
 from kvstore.node import Node, NodeConfig
@@ -61,7 +62,7 @@ def test_the_largest_announcement_that_a_node_makes_is_read() -> None:
     assert Announcement.unpack(word.pack()) == word
 
 
-@pytest.mark.parametrize("raw", [MANY, b"[" * 100_000, b"1", b"null", b"{", b"\xff", b""])
+@each("raw", [MANY, b"[" * 100_000, b"1", b"null", b"{", b"\xff", b""])
 def test_what_is_no_small_object_is_an_empty_one(raw: bytes) -> None:
     assert parse_object(raw, 1 << 20) == {}
     assert Announcement.unpack(raw) is stranger(raw) is None

@@ -196,6 +196,6 @@ def test_a_redis_that_comes_back_and_refuses_the_node_is_seen_behind_an_open_bre
             with stopped(redis):
                 wait_until(lambda: index._writing.open, "the breaker is open")
                 redis.kill()
-            redis._options = ("--requirepass", "another")
+            redis.options = ("--requirepass", "another")
             redis.start()
             wait_until(lambda: "NOAUTH" in node.dir.why_not_ready(), "it says so", 20)

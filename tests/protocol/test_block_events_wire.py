@@ -4,6 +4,7 @@ import contextlib
 import os
 
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,7 +87,7 @@ def test_a_topic_says_which_start_of_which_node_speaks():
     assert source_of(topic_of(source)) == source
 
 
-@pytest.mark.parametrize(
+@each(
     "topic",
     [b"", b"kv@h@n@1", b"kvstore@h@n", b"kvstore@h@n@x", b"kvstore@\xff@n@1", b"kvstore@" * 999],
 )
@@ -107,7 +108,7 @@ def test_bytes_of_anybody_are_events_or_one_of_our_errors(raw):
         assert isinstance(unpack_changes(raw), list)
 
 
-@pytest.mark.parametrize(
+@each(
     "raw",
     [
         b"\x92\x01\x91\x81\xa4type\xa1x",
@@ -129,9 +130,7 @@ def test_a_port_is_of_this_host_alone_and_replays_come_from_the_next():
     assert endpoints_of("ipc:///run/x") == ("ipc:///run/x", "ipc:///run/x.replay")
 
 
-@pytest.mark.parametrize(
-    "setting", ["x", "host:5557", "tcp://host", "tcp://:5", "0", "65535", "70000", "ipc://", "²"]
-)
+@each("setting", ["x", "host:5557", "tcp://host", "tcp://:5", "0", "65535", "70000", "ipc://", "²"])
 def test_what_is_no_endpoint_is_refused_by_name(setting):
     with pytest.raises(UsageError, match="events="):
         endpoints_of(setting)

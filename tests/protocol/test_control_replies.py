@@ -4,6 +4,7 @@ from functools import partial
 
 import msgpack
 import pytest
+from each_input import each
 
 from kvstore.core.answers import NOT_HELD, BlockRow, Grant
 from kvstore.protocol import control
@@ -20,7 +21,7 @@ from kvstore.record import RECORD_BYTES, SIGNED_RECORD_BYTES
 from kvstore.types import EXISTS, STORED, PutStatus, Retained, rejected
 
 
-@pytest.mark.parametrize("result", [*OUTCOMES, NOT_HELD])
+@each("result", [*OUTCOMES, NOT_HELD])
 def test_an_outcome_is_the_same_once_it_was_bytes(result):
     raw = control.packed([encoded_outcome(result)])
     (back,) = outcomes(1, msgpack.unpackb(raw))
@@ -41,7 +42,7 @@ def test_words_are_why_a_block_was_rejected():
     assert outcome("too large").reason == "too large"
 
 
-@pytest.mark.parametrize("answer", [4, -1, True, 1.0, None, b"x", [1]])
+@each("answer", [4, -1, True, 1.0, None, b"x", [1]])
 def test_what_is_neither_a_code_nor_words_is_an_invalid_reply(answer):
     with pytest.raises(ValueError, match="expected an outcome"):
         outcome(answer)
@@ -67,7 +68,7 @@ DECODERS = {
     "retained": partial(replies.retained, 1),
     "block_rows": replies.block_rows,
     "namespaces": replies.namespaces,
-    "explained": replies.explained,
+    "explained": partial(replies.explained, 1),
     "reset_number": replies.reset_number,
 }
 RIGHT = {
@@ -96,7 +97,7 @@ def spoilt(value):
             yield [*value, part]
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@each("name", DECODERS)
 def test_whatever_a_node_says_is_an_answer_or_an_invalid_reply_and_no_other_error(name):
     """Nothing is caught on the way: what else is raised would be a bug of ours."""
     DECODERS[name](RIGHT[name])
@@ -112,7 +113,7 @@ def test_whatever_a_node_says_is_an_answer_or_an_invalid_reply_and_no_other_erro
 PINS = [None, "no", bytes(RECORD_BYTES), bytes(SIGNED_RECORD_BYTES)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "body", "read"),
     [
         ("counters", {"a": 1, "b": 2.5}, {"a": 1, "b": 2.5}),
@@ -122,7 +123,7 @@ PINS = [None, "no", bytes(RECORD_BYTES), bytes(SIGNED_RECORD_BYTES)]
         ("block_rows", [ROW, ROW], [BlockRow(*ROW)] * 2),
         ("block_rows", [[*ROW[:5], 1, 0, b"n"]], [BlockRow(*ROW[:5], 1.0, 0.0, b"n")]),
         ("namespaces", [[], None, [[1, 2, b"{}"], [3, 4, b""]]], {1: b"{}", 3: b""}),
-        ("explained", [[[5, 1]], 2.5, [[1, 2, b"{}"]]], (5, 1.0, 2.5, [(1, 2, b"{}")])),
+        ("explained", [[[5, 1]], 2.5, [[1, 2, b"{}"]]], ([5], [1.0], 2.5, [(1, 2, b"{}")])),
         ("reset_number", [7, 3], 7),
     ],
 )
@@ -135,7 +136,7 @@ def test_what_is_no_list_is_said_as_it_is(answer):
     assert encoded(answer) is answer
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "body"),
     [
         ("whole", -1),
@@ -169,8 +170,8 @@ def nested(levels):
     return msgpack.unpackb(b"\x91" * levels + b"\x00")
 
 
-@pytest.mark.parametrize("levels", [10, 1000])
-@pytest.mark.parametrize("decode", [replies.outcome, replies.whole, replies.block_rows])
+@each("levels", [10, 1000])
+@each("decode", [replies.outcome, replies.whole, replies.block_rows])
 def test_an_answer_of_lists_in_lists_is_an_invalid_reply(decode, levels):
     """A node of another user, or on another host, may say anything."""
     with pytest.raises(InvalidReplyError, match="expected"):

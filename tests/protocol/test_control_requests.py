@@ -2,6 +2,7 @@
 
 import msgpack
 import pytest
+from each_input import each
 
 from kvstore.protocol.control import Op, packed
 from kvstore.protocol.control_events import decode
@@ -35,7 +36,7 @@ def test_what_all_blocks_have_alike_is_said_once_and_read_for_each(wants):
     assert (event.sizes, event.kinds, event.meta_lengths) == ([100] * 4, [1] * 4, [2] * 4)
 
 
-@pytest.mark.parametrize("which", [range(4), range(1, 3), [0, 3], [2], range(0)])
+@each("which", [range(4), range(1, 3), [0, 3], [2], range(0)])
 def test_some_of_the_blocks_have_what_they_had(which):
     some = EACH.of(which)
     assert len(some) == len(which)

@@ -6,6 +6,7 @@ from collections import deque
 
 import msgpack
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,7 +107,7 @@ def test_one_integer_stands_for_all_entries():
     assert event.values == [None] * 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("message", "field"),
     [
         ([Op.RESERVE, 1, 0, RAW + b"x", 1, 0, 0, None, 0], "keys"),
@@ -128,6 +129,11 @@ def test_one_integer_stands_for_all_entries():
         ([Op.UNPIN, 1, [[1, 2]] * (BATCH_KEYS_MAX + 1)], "items"),
         ([Op.PIN, 1, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
         ([Op.TOUCH, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
+        ([Op.REPORT, 0, ["a"] * 65, 0], "names"),
+        ([Op.REPORT, 0, ["a\n"], [1]], "names"),
+        ([Op.REPORT, 0, ["a" * 33], [1]], "names"),
+        ([Op.REPORT, 0, ["a"], [-1]], "counts"),
+        ([Op.REPORT, 0, ["a"], [1, 2]], "counts"),
         ([Op.DROP, 1, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
         ([Op.SUSPECT, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1)], "keys"),
         ([Op.NAMES, 0, b"k" * 32 * (BATCH_KEYS_MAX + 1), [b"a"] * (BATCH_KEYS_MAX + 1)], "keys"),
@@ -172,7 +178,7 @@ def test_of_many_entries_the_wrong_one_is_named():
         decoded([Op.RESERVE, 1, 0, RAW, [1, -2, 3], 0, 0, None, 0])
 
 
-@pytest.mark.parametrize("client_id", ["", "../../etc/passwd", "g" * 32, "a" * 31, 5, None])
+@each("client_id", ["", "../../etc/passwd", "g" * 32, "a" * 31, 5, None])
 def test_a_client_id_that_could_be_a_path_is_refused(client_id):
     with pytest.raises(UsageError, match=r"^client_id="):
         read_hello([Op.HELLO, 1, control.PROTOCOL_VERSION, client_id, [], []])
@@ -184,8 +190,8 @@ def test_another_protocol_version_is_refused_with_ours():
 
 
 def test_a_client_can_say_all_that_it_may_hold():
-    most = Limits(reservations_per_client=HELD_MAX, pins_per_client=HELD_MAX)
-    reserved = [[i, 1 << 40] for i in range(most.reservations_per_client)]
+    most = Limits(pins_per_client=HELD_MAX)
+    reserved = [[i, 1 << 40] for i in range(HELD_MAX)]
     pinned = [[i, 1 << 40, 3] for i in range(most.pins_per_client)]
     message = [Op.HELLO, 1, control.PROTOCOL_VERSION, "a" * 32, reserved, pinned]
     assert len(control.packed(message)) < MESSAGE_BYTES_MAX
@@ -193,8 +199,8 @@ def test_a_client_can_say_all_that_it_may_hold():
     assert (len(said.reserved), len(said.pinned)) == (HELD_MAX, HELD_MAX)
 
 
-@pytest.mark.parametrize("reserved", [0, 1, 3, 4])
-@pytest.mark.parametrize("pinned", [0, 1, 3, 4])
+@each("reserved", [0, 1, 3, 4])
+@each("pinned", [0, 1, 3, 4])
 def test_what_is_held_is_read_in_parts_and_the_last_is_the_end(reserved, pinned):
     rows = [[i, 10 + i] for i in range(reserved)]
     pins = [[i, 5, 1 + i] for i in range(pinned)]

@@ -4,6 +4,7 @@ from collections import deque
 
 import msgpack
 import pytest
+from each_input import each
 
 from kvstore.core.events import Commit
 from kvstore.errors import UsageError
@@ -41,7 +42,7 @@ def read(message):
     return hello
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "largest", "message"),
     [
         ("request", 2**63 - 1, lambda n: [Op.STAT, n]),
@@ -71,7 +72,7 @@ def test_a_number_is_an_integer_from_0_to_its_largest(field, largest, message):
             read(message(wrong))
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "least", "largest", "message"),
     [
         ("keys", 0, BATCH_KEYS_MAX, lambda n: [Op.PIN, 1, KEY * n]),
@@ -97,7 +98,7 @@ def test_who_sends_too_many_keys_hears_how_many_they_were():
         read([Op.PIN, 1, KEY * (BATCH_KEYS_MAX + 1)])
 
 
-@pytest.mark.parametrize(
+@each(
     ("message", "field"),
     [
         ([Op.COMMIT, 1, [b"abc"]], "items"),
@@ -126,7 +127,7 @@ def test_lists_for_no_keys_are_empty_and_a_single_wrong_number_is_named_with_its
         read(hello(request=-1))
 
 
-@pytest.mark.parametrize(
+@each(
     ("message", "items"),
     [
         (None, 0),
@@ -164,7 +165,7 @@ def test_extensions_and_keys_of_maps_that_are_no_text_end_the_connection(sent):
         next(unpacker)
 
 
-@pytest.mark.parametrize("items", [7, None, b"x", "x", {}])
+@each("items", [7, None, b"x", "x", {}])
 def test_what_is_no_list_where_one_is_due_is_refused_by_name(items):
     with pytest.raises(UsageError, match=r"^items="):
         read([Op.COMMIT, 1, items])

@@ -1,4 +1,5 @@
 import pytest
+from each_input import each
 
 from kvstore.protocol.nixl import (
     DEVICES_MAX,
@@ -20,7 +21,7 @@ def test_an_endpoint_is_read_as_it_was_sent_and_none_is_none() -> None:
     assert unpack_endpoint([]) is None
 
 
-@pytest.mark.parametrize(
+@each(
     "border",
     [
         {"agent": "n"},
@@ -39,7 +40,7 @@ def test_an_endpoint_at_any_limit_is_taken(border: dict[str, object]) -> None:
     assert unpack_endpoint(list(way)) == way
 
 
-@pytest.mark.parametrize(
+@each(
     "lie",
     [
         {"agent": ""},

@@ -1,13 +1,15 @@
 """An answer to READ as bytes: what it says of each block, and nothing beyond what was asked."""
 
 import pytest
+import xxhash
+from each_input import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.limits import META_BYTES_MAX
 from kvstore.protocol import stream_reply as sr
 from kvstore.protocol.stream import WireError
-from kvstore.protocol.stream_reply import Head, ReadReply, Sent, Tail
+from kvstore.protocol.stream_reply import BlockReply, Head, ReadReply, Sent, Tail
 from kvstore.protocol.stream_seal import PLAIN, TAG_BYTES, Mac, keyed
 
 
@@ -25,22 +27,22 @@ GOOD, MISS = (Sent.GOOD,), (Sent.MISS,)
 def test_a_reply_says_what_comes_and_what_came():
     reply = ReadReply([10, 20, 30, 40])
     assert reply.heads(heads((Sent.GOOD, 2, 3), MISS, GOOD, GOOD), PLAIN) == [[0, 2, 3]]
-    assert reply.replies == [None, (False, 0, 0, 0, False), None, None]
-    assert not reply.done
+    assert reply.replies == [None, BlockReply(good=False), None, None]
+    assert None in reply.replies
     reply.tails(tails((Sent.GOOD, 5), (Sent.MISS, 7), (Sent.GOOD, 6)), PLAIN)
-    assert reply.done
-    assert [tuple(r) for r in reply.replies] == [
-        (True, 2, 3, 5, False),
-        (False, 0, 0, 0, False),
-        (False, 0, 0, 0, False),
-        (True, 0, 0, 6, False),
+    assert None not in reply.replies
+    assert reply.replies == [
+        BlockReply(True, 2, 3, 5),
+        BlockReply(good=False),
+        BlockReply(good=False),
+        BlockReply(True, 0, 0, 6),
     ]
 
 
 def test_a_reply_of_misses_is_done_with_its_heads():
     reply = ReadReply([10, 20])
     assert reply.heads(heads(MISS, MISS), PLAIN) == []
-    assert reply.done
+    assert None not in reply.replies
 
 
 def test_blocks_are_judged_group_by_group():
@@ -50,7 +52,7 @@ def test_blocks_are_judged_group_by_group():
     reply.tails(tails((Sent.GOOD, 5), (Sent.GOOD, 6)), PLAIN)
     assert [r is not None for r in reply.replies] == [True, True, False]
     reply.tails(tails((Sent.GOOD, 7)), PLAIN)
-    assert reply.done
+    assert None not in reply.replies
 
 
 @given(st.integers(0, 300))
@@ -114,7 +116,7 @@ def test_every_block_is_in_one_group_in_its_order_and_only_a_single_one_is_large
         assert len(group) == 1 or sum(lengths[i] for i in group) <= sr.GROUP_BYTES
 
 
-@pytest.mark.parametrize(
+@each(
     "said",
     [
         [heads((0,))],
@@ -159,6 +161,29 @@ def test_whatever_a_reply_says_it_stays_within_what_was_asked(lengths, data):
         ]
         for group in groups:
             reply.tails(sr.pack_tails([Tail(data.draw(numbers), 0) for _ in group], PLAIN), PLAIN)
-        assert reply.done
+        assert None not in reply.replies
     except WireError:
         assert len(reply.replies) == len(lengths)
+
+
+@pytest.mark.parametrize("said", [0, 1], ids=["its own checksum", "another"])
+def test_it_is_read_without_io_straight_into_the_memory_of_the_blocks(said):
+    first, second = bytearray(3), bytearray(2)
+    checksum = xxhash.xxh3_64_intdigest(b"abc")
+    judged = tails((Sent.GOOD, checksum + said), (Sent.GOOD, xxhash.xxh3_64_intdigest(b"de")))
+    wire = heads(GOOD, GOOD) + b"abcde" + judged
+    reply = ReadReply([3, 2])
+    for part in reply.memory([[memoryview(first)], [memoryview(second)]], PLAIN):
+        for piece in part:
+            piece[:], wire = wire[: piece.nbytes], wire[piece.nbytes :]
+    assert (wire, first, second) == (b"", b"abc", b"de")
+    assert [one.good for one in reply.replies] == [not said, True]
+    assert [one.damaged for one in reply.replies] == [bool(said), False]
+
+
+def test_what_a_disk_did_not_give_is_told_from_what_is_not_there():
+    reply = ReadReply([1, 1, 1])
+    reply.heads(heads(GOOD, GOOD, GOOD), PLAIN)
+    reply.tails(tails((Sent.FAILED, 5), (Sent.MISS, 7), (Sent.GOOD, 6)), PLAIN)
+    told = [(one.good, one.failed, one.damaged) for one in reply.replies]
+    assert told == [(False, True, False), (False, False, False), (True, False, False)]

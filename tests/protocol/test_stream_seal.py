@@ -5,6 +5,7 @@ import os
 import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from each_input import each
 
 from kvstore.protocol import stream_seal as ss
 from kvstore.protocol.stream_seal import Mac, PlainSeal, Seals
@@ -50,8 +51,8 @@ def test_a_message_after_one_that_was_left_out_does_not_open(mac):
     assert ours.sent.tag(b"next") != theirs.received.tag(b"next")
 
 
-@pytest.mark.parametrize("mac", Mac)
-@pytest.mark.parametrize("size", [1, 1000, 300_000])
+@each("mac", Mac)
+@each("size", [1, 1000, 300_000])
 def test_every_bit_of_a_payload_counts(mac, size):
     payload = bytearray(os.urandom(size))
     tags = set()

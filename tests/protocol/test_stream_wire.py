@@ -5,6 +5,7 @@ import os
 
 import msgpack
 import pytest
+from each_input import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,14 +63,15 @@ def test_a_request_has_from_one_block_to_as_many_as_are_allowed():
 
 @pytest.mark.parametrize("size_bytes", [TAG_BYTES, STREAM_FRAME_BYTES_MAX])
 def test_a_frame_is_as_small_as_its_tag_and_as_large_as_the_limit(size_bytes):
-    head = sw._FRAME.pack(Frame.LOOK, size_bytes)
+    packed = sw._FRAME.pack
+    head = packed(Frame.LOOK, size_bytes)
     assert sw.frame_head(head) == (Frame.LOOK, size_bytes)
     beyond = size_bytes - 1 if size_bytes == TAG_BYTES else size_bytes + 1
     with pytest.raises(WireError, match=f"a frame of {beyond} bytes"):
-        sw.frame_head(sw._FRAME.pack(Frame.LOOK, beyond))
+        sw.frame_head(packed(Frame.LOOK, beyond))
 
 
-@pytest.mark.parametrize(
+@each(
     ("timeout_s", "said_ms"),
     [(-1.0, 1), (0.0, 1), (0.001, 1), (0.0025, 2), (1.5, 1500), (5e6, (1 << 32) - 1)],
 )

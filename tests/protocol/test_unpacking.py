@@ -6,8 +6,9 @@ import struct
 
 import msgpack
 import pytest
+from each_input import each
 
-from kvstore.client.local.control import RECV_BYTES
+from kvstore.client.nodes.control import RECV_BYTES
 from kvstore.limits import (
     BATCH_KEYS_MAX,
     LIST_ROWS_MAX,
@@ -44,7 +45,7 @@ def deep(count: int) -> bytes:
     return message
 
 
-@pytest.mark.parametrize(
+@each(
     "message",
     [
         [Op.HELLO, 1, PROTOCOL_VERSION, "0" * 32, [], []],
@@ -74,7 +75,10 @@ def taken_of(messages: ShortMessages, said: bytes, piece_bytes: int) -> int:
     return len(said)
 
 
-@pytest.mark.parametrize("bytes_max", [READER_MESSAGE_BYTES_MAX, OTHERS_ANSWER_BYTES_MAX])
+@pytest.mark.parametrize(
+    "bytes_max",
+    [READER_MESSAGE_BYTES_MAX, pytest.param(OTHERS_ANSWER_BYTES_MAX, marks=pytest.mark.long)],
+)
 def test_another_user_has_no_more_lists_made_than_a_message_may_have_bytes(bytes_max: int) -> None:
     for message in (lists, deep, lambda n: lists(n, b"\x80")):
         said = b"\x92\xc0" + message(4 * bytes_max)

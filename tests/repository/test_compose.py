@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from connector.metrics import METRICS
-from kvstore.node.metrics import FAMILIES
+from kvstore.node.metrics import DISK_FAMILIES, FAMILIES, HISTOGRAMS, MISSED
 
 REPOSITORY = Path(__file__).parents[2]
 DASHBOARD = REPOSITORY / "deploy/grafana/dashboards/kvstore.json"
@@ -121,7 +121,9 @@ def test_the_provisioned_dashboard_is_one() -> None:
 def test_the_dashboard_asks_for_what_nodes_tell() -> None:
     asked = set(re.findall(r"kvstore_node_(\w+)", DASHBOARD.read_text()))
     assert asked
-    assert asked <= {family.name + "_total" * family.counter for family in FAMILIES}
+    known = {family.name + "_total" * family.counter for family in (*FAMILIES, *DISK_FAMILIES)}
+    known |= {f"{family.name}_bucket" for family in HISTOGRAMS}
+    assert asked <= known | {f"{MISSED}_total", "info"}
 
 
 def test_prometheus_asks_nodes_where_they_answer() -> None:

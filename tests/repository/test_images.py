@@ -54,6 +54,7 @@ def copy_context(to: Path) -> None:
             shutil.copyfile(source, target)
 
 
+@pytest.mark.long
 def test_what_an_image_is_built_from_makes_the_whole_wheel_with_the_compiled_part(
     tmp_path: Path,
 ) -> None:

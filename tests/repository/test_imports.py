@@ -6,16 +6,16 @@ import ast
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from own_python import printed
 
 import kvstore
-from kvstore import KVStoreError
+from kvstore import KVStoreError, spi
 
 MODULE_SHARE_MAX, CLIENT_SHARE_MAX = 0.25, 0.75
 """Of the processor time of `import redis`, in the same process. A client comes after redis."""
@@ -33,8 +33,8 @@ times.append(time.process_time())
 print([after - before for before, after in zip(times, times[1:])], flush=True)
 """
 OPTIONAL = (
-    "kvstore.client.local.embedded_node",
-    "kvstore.client.vram.nodes",
+    "kvstore.client.nodes.saving.embedded_node",
+    "kvstore.client.nodes.vram",
     "kvstore.core.events",
     "kvstore.core.node",
     "kvstore.cuda.",
@@ -50,16 +50,7 @@ OPTIONAL = (
 
 
 def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(code, env={**os.environ, **environment})
 
 
 def imported_by(code: str) -> list[str]:
@@ -74,7 +65,7 @@ def test_import_kvstore_imports_neither_redis_nor_any_part_of_the_store() -> Non
     names = imported_by("import kvstore")
     assert parts(names, "redis", "asyncio", "msgpack", "mmap", "torch", "numpy") == []
     mine = parts(names, "kvstore")
-    assert mine == ["kvstore", "kvstore.system", "kvstore.system.last_resort"]
+    assert mine == ["kvstore", "kvstore.lazy", "kvstore.system", "kvstore.system.last_resort"]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +96,33 @@ def test_an_import_costs_a_part_of_what_redis_costs(tmp_path: Path) -> None:
     assert client_s < CLIENT_SHARE_MAX * redis_s, (client_s, redis_s)
 
 
-def typed_names() -> dict[str, tuple[str, str]]:
+USERS = """
+AsyncClient Client DeadlineError Explanation Health InternalError KVStoreError Limits MissReason
+Namespace NoSpaceError NotPinned PeerError Pinned PutResult PutStatus RedisUrl ResetResult Retained
+StreamSecurity TokenMatch UsageError Verify tenant_salt weights_fingerprint
+"""
+AUTHORS = """
+AnyReservation BlockRef BlockSession BlockStore BlockView Buffer CudaDevice DaemonThreads
+EngineSocket
+DeviceBlock DeviceError DeviceRange DeviceReservation FieldDifference Holder HolderRun HolderRuns
+Holders HostBlockStore IndexRefusedError IndexUnavailableError ItemsMax Key Locator LookupResult
+MissQuery Missing NodeUnavailableError NumberRange PoolMapping PrefixMatch Reservation Residency
+Tier VramPool VramSaver Waiting check_settings chained_hashes copy_bytes cuda_device in_batches
+known_names open_files_share raise_open_files_limit read_config read_settings start_log
+vram_for_saves
+"""
+"""What is public (docs/compatibility.md). A name more or less is a change that users read of."""
+PUBLIC = [pytest.param(kvstore, USERS, id="kvstore"), pytest.param(spi, AUTHORS, id="spi")]
+
+
+@pytest.mark.parametrize(("module", "names"), PUBLIC)
+def test_exactly_these_names_are_public(module: ModuleType, names: str) -> None:
+    assert sorted(module.__all__) == sorted(names.split())
+
+
+def typed_names(of: ModuleType) -> dict[str, tuple[str, str]]:
     """Public names as a type checker sees them, and where they are from."""
-    tree = ast.parse(Path(kvstore.__file__).read_text())
+    tree = ast.parse(Path(str(of.__file__)).read_text())
     (block,) = (
         node
         for node in tree.body
@@ -121,24 +136,33 @@ def typed_names() -> dict[str, tuple[str, str]]:
     }
 
 
-def test_a_type_checker_and_a_program_see_the_same_names_of_the_same_modules() -> None:
-    typed = typed_names()
-    assert sorted(kvstore.__all__) == sorted(typed)
-    for name, (module, attribute) in typed.items():
-        assert getattr(kvstore, name) is getattr(__import__(module, fromlist=["_"]), attribute)
-    assert len(kvstore._IMPORTS) == len({module for module, _ in typed.values()})
+@pytest.mark.parametrize("module", [kvstore, spi])
+def test_a_type_checker_and_a_program_see_the_same_names_of_the_same_modules(
+    module: ModuleType,
+) -> None:
+    typed = typed_names(module)
+    assert sorted(module.__all__) == sorted(typed)
+    for name, (place, attribute) in typed.items():
+        assert getattr(module, name) is getattr(__import__(place, fromlist=["_"]), attribute)
+    assert len(module._IMPORTS) == len({place for place, _ in typed.values()})
 
 
-def test_every_name_is_listed_and_comes_with_a_star_before_anything_is_imported() -> None:
-    code = """
-import kvstore
-listed = dir(kvstore)
-everything = {}
-exec("from kvstore import *", everything)
-print(set(kvstore.__all__) <= set(listed), set(kvstore.__all__) <= set(everything))
-print("__version__" in listed, "__all__" in listed)
+@pytest.mark.parametrize("name", ["kvstore", "kvstore.spi"])
+def test_every_name_is_listed_and_comes_with_a_star_before_anything_is_imported(name: str) -> None:
+    code = f"""
+import {name} as module
+listed = dir(module)
+everything = {{}}
+exec("from {name} import *", everything)
+print(set(module.__all__) <= set(listed), set(module.__all__) <= set(everything))
+print("__name__" in listed, "__all__" in listed)
 """
     assert run(code).split() == ["True"] * 4
+
+
+def test_the_names_for_authors_cost_nothing_until_they_are_used() -> None:
+    names = imported_by("import kvstore.spi")
+    assert parts(names, "redis", "kvstore.client", "kvstore.cuda", "kvstore.vram") == []
 
 
 def test_a_name_that_there_is_not_is_an_attribute_error_that_names_the_nearest() -> None:
@@ -151,16 +175,16 @@ def test_a_name_that_there_is_not_is_an_attribute_error_that_names_the_nearest()
 
 
 def errors() -> list[KVStoreError]:
-    made: list[Any] = []
-    for name in kvstore.__all__:
-        kind = getattr(kvstore, name)
-        if isinstance(kind, type) and issubclass(kind, KVStoreError):
-            made.append(kind("a", 1, "b") if kind is kvstore.UsageError else kind("why"))
-    return made
+    public: list[Any] = [getattr(m, name) for m in (kvstore, spi) for name in m.__all__]
+    return [
+        kind("a", 1, "b") if kind is kvstore.UsageError else kind("why")
+        for kind in public
+        if isinstance(kind, type) and issubclass(kind, KVStoreError)
+    ]
 
 
 def test_errors_and_results_cross_processes_that_have_imported_nothing() -> None:
-    sent = [*errors(), kvstore.PutStatus.STORED, kvstore.BlockRef(b"k" * 32, b"r")]
+    sent = [*errors(), kvstore.PutStatus.STORED, spi.BlockRef(b"k" * 32, b"r")]
     assert len(sent) > 9
     code = f"import pickle\nfor one in pickle.loads({pickle.dumps(sent)!r}): print(repr(one))"
     assert run(code).splitlines() == [repr(one) for one in sent]

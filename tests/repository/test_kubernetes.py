@@ -13,6 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from each_input import each
 
 from kvstore.cli import _parse
 from kvstore.segment.cgroup import MemoryLimit, check_limit
@@ -49,8 +50,8 @@ def container(of: tuple[str, str]) -> dict[str, Any]:
     return containers(pod(of[0]))[of[1]]
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("name", names())
+@each("release", RELEASES)
+@each("name", names())
 def test_kubernetes_knows_each_field(name: str, release: str) -> None:
     for document in documents(name):
         kubernetes_validate.validate(document, release, strict=True)

@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterable
-from importlib.metadata import Distribution, distribution, entry_points
+from importlib.metadata import Distribution, distribution, entry_points, version
 from pathlib import Path
 
 import pytest
+import yaml
+from own_python import printed
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 
@@ -42,10 +45,7 @@ import kvstore, kvstore.cli, kvstore.client, kvstore.node, connector, connector.
 
 
 def test_core_imports_without_torch_numpy_and_vllm() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", BLOCKED_IMPORT], capture_output=True, text=True, timeout=60
-    )
-    assert ran.returncode == 0, ran.stderr
+    printed(BLOCKED_IMPORT)
 
 
 def test_the_distribution_has_a_name_of_its_own_and_the_version_of_the_code() -> None:
@@ -59,6 +59,35 @@ def test_doctor_and_gpu_check_look_for_every_package_of_the_core() -> None:
     assert set(REQUIRED) == core
     lines = (REPOSITORY / "scripts" / "gpu-check").read_text()
     assert [name for name in core if not re.search(rf"\b{name}\b", lines)] == []
+
+
+def test_no_later_python_is_refused_and_no_later_redis_client_taken_untried() -> None:
+    about = distribution(DISTRIBUTION).metadata
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11"
+    (redis,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "redis")
+    assert any(bound.operator == "<" for bound in redis.specifier)
+    assert redis.specifier.contains(version("redis"))
+    assert {"name", "authors", "license", "description", "keywords"} <= project.keys()
+    assert "urls" not in project, "invented, unless there is one: then it is in CITATION.cff too"
+    assert about["Name"] == project["name"] == DISTRIBUTION
+
+
+def test_the_citation_has_the_version_and_license_of_the_package() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == kvstore.__version__
+    assert citation["license"] == distribution(DISTRIBUTION).metadata["License-Expression"]
+
+
+def test_who_reports_a_bug_is_asked_for_what_doctor_says() -> None:
+    forms = sorted((REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert [form.name for form in forms] == ["bug.yml", "config.yml", "miss.yml"]
+    for form in forms[::2]:
+        asked = yaml.safe_load(form.read_text())
+        fields = {part.get("id"): part for part in asked["body"]}
+        assert "kvstore doctor --json" in fields["doctor"]["attributes"]["description"]
+        assert fields["doctor"]["validations"]["required"] is True
 
 
 def test_no_text_names_another_projects_distribution() -> None:
@@ -151,23 +180,18 @@ def test_a_compiled_wheel_is_read_with(wheel: Path, wheel_names: set[str], tmp_p
     code = "from kvstore.segment.batch_read import READER; print(READER.name)\n"
     code += "from kvstore.compiled import part\n"
     code += "print(part.load(None, part.BLOCK_KEYS, part.BLOCK_KEYS_SOURCE) is not None)"
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, COMPILED: ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    ran = printed(code, cwd=tmp_path, env={**os.environ, COMPILED: ""})
     compiled = "kvstore/segment/_batch_read.abi3.so" in wheel_names
-    assert ran.stdout == ("compiled\nTrue\n" if compiled else "Python\nFalse\n")
+    assert ran == ("compiled\nTrue\n" if compiled else "Python\nFalse\n")
 
 
 def test_wheel_is_typed_and_licensed(wheel_names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= wheel_names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
     assert "connector/copiers/cuda/paged_copy.cu" in wheel_names, "compiled where it is used"
+    assert {
+        f"kvstore/node/page/page.{kind}" for kind in ("html", "css", "js", "svg")
+    } <= wheel_names
 
 
 def test_wheel_holds_every_module_of_production_and_nothing_else(wheel_names: set[str]) -> None:

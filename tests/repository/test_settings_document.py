@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import settings_reference as reference
+from own_python import printed
 
 from kvstore.settings.toml_file import CONFIG, TABLES
 
@@ -28,12 +27,5 @@ def test_the_example_of_the_document_is_read_by_all_that_read_it(tmp_path):
         "print(file.tables['connector']['tp_sizes'], file.limits().pins_per_client,"
         " made.limits.request_timeout_s, made.limits.stream_connections_max)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, CONFIG: str(path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert ran.stdout == "[1, 2] 8192 5.0 512\n"
+    ran = printed(code, env={**os.environ, CONFIG: str(path)})
+    assert ran == "[1, 2] 8192 5.0 512\n"

@@ -28,7 +28,7 @@ UNTYPED = {
     "connector/transfer": (19, "an engine's own, under vLLM's names; a connector's own metadata"),
     "connector/worker": (9, "tasks of threads that do several kinds; options passed on"),
     "kvstore": (7, "values and rows of callers; JSON of other processes, TOML of operators"),
-    "kvstore/cli": (1, "what --json prints"),
+    "kvstore/cli": (2, "what --json prints; engines' settings in JSON"),
     "kvstore/client": (24, "values of callers before they are checked; bodies of answers; pyzmq"),
     "kvstore/core": (4, "bodies of answers in parts; options passed on"),
     "kvstore/cuda": (3, "cuda-python's module, and what its functions take and give"),

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from each_input import each
 
 PROJECT = Path(__file__).parents[2]
 sys.path.insert(0, str(PROJECT / "scripts" / "lib"))
@@ -48,7 +49,7 @@ def answers(tokens: list[list[int]], cached: int) -> list[Generated]:
     return [Generated(one, 0.1, cached) for one in tokens]
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "cached", "apart", "verdict"),
     [
         (RIGHT, 64, False, LOADED),
@@ -69,7 +70,7 @@ def test_a_verdict_says_what_was_answered_and_where_it_came_from(
     assert (found.verdict, found.cached_tokens) == (verdict, 2 * cached)
 
 
-@pytest.mark.parametrize(
+@each(
     ("case", "verdict", "fails"),
     [
         ("c", LOADED, False),

@@ -31,6 +31,15 @@ with os.fdopen(int(sys.argv[1]), "r+b", buffering=0) as connection:
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_template_of_others() -> None:
+    """Other tests of this process may have used one up."""
+    for one in templates():
+        one._process.kill()
+        one._process.wait()
+    engine_template._templates.clear()
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     for name, text in (("program.py", PROGRAM), ("neighbour.py", ""), ("path/elsewhere.py", "")):

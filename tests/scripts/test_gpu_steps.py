@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gpu import check
 from gpu.check import JUDGE, LOGS, OUTPUT, RESULTS, Options, Packed, Planned, plan, summary
-from gpu.steps import WORTH_STARTING_S, Became, Step, Steps
+from gpu.steps import Became, Step, Steps
 
 
 @pytest.fixture
@@ -54,9 +54,10 @@ def test_a_step_that_takes_too_long_has_failed_and_ends_with_all_that_it_started
 
 
 def test_what_the_limit_of_all_ends_or_lets_not_begin_is_not_run_and_has_not_failed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = Steps(WORTH_STARTING_S + 1, (tmp_path / OUTPUT).open("wb"))
+    monkeypatch.setattr("gpu.steps.WORTH_STARTING_S", 1.0)
+    steps = Steps(2.0, (tmp_path / OUTPUT).open("wb"))
     steps.run(Step("cut short", 300, python("import time; time.sleep(60)")))
     steps.run(Step("late", 5, python("")))
     assert became(steps) == {"cut short": Became.NOT_RUN, "late": Became.NOT_RUN}

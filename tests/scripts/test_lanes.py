@@ -1,4 +1,4 @@
-"""scripts/lib/sh/lanes.sh: what runs tests side by side ends what it started when it is ended."""
+"""scripts/lib/sh/lanes.sh: lanes share what there is to test, and end with what began them."""
 
 from __future__ import annotations
 
@@ -63,3 +63,35 @@ def test_a_script_that_is_ended_leaves_no_lane_running(
     wait_until(lambda: not of_session(ran.pid), "nothing runs", ENDED_WITHIN_S)
     assert time.monotonic() - began < ENDED_WITHIN_S
     assert [path.name for path in tmp_path.iterdir()] == ["pytest"]
+
+
+TAKING = """
+set -euo pipefail
+bin={bin}
+. scripts/lib/sh/lanes.sh
+types() {{ echo types >>{bin}/ran; return {types}; }}
+folder() {{ tests "$2" "$1"; }}
+first() {{ take types tests/cli tests/node tests/sim; }}
+second() {{ first; }}
+begin first second
+finish first second
+again_alone types tests/cli tests/node tests/sim
+"""
+
+
+@pytest.mark.parametrize("types", [0, 3])
+def test_lanes_share_the_parts_and_each_part_counts(tmp_path: Path, types: int) -> None:
+    pytest_ = tmp_path / "pytest"
+    pytest_.write_text(f"#!/bin/sh\nfor last; do :; done; echo $last >>{tmp_path}/ran\n")
+    pytest_.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", "-c", TAKING.format(bin=tmp_path, types=types)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    taken = (tmp_path / "ran").read_text().split()
+    assert sorted(taken) == ["tests/cli", "tests/node", "tests/sim", "types"], ran.stderr
+    assert ran.returncode == bool(types)
+    assert ("failed: types (exit status 3" in ran.stdout) == bool(types)

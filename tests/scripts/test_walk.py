@@ -56,6 +56,9 @@ def test_architecture_md_has_the_figures_of_every_walk_against_real_nodes() -> N
     now, written = figures(ran.stdout), figures((PROJECT / "docs/architecture.md").read_text())
     assert {"put", "get, here", "get, another host", "get, a miss"} <= now.keys()
     assert now["get, another host"][0] > now["get, here"][0]
+    assert all(n <= most for n, most in zip(now["put"], (45, 11, 8), strict=True)), "straight"
+    far = zip(now["get, another host"], (91, 28, 27), strict=True)
+    assert all(n <= most + SLOW_INDEX_ADDS for n, most in far), "no longer than it was"
     assert written.keys() == now.keys(), "scripts/walk --markdown makes the table"
     apart = {
         name: (written[name], got)

@@ -7,8 +7,10 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from segment_bytes import head_of, hints_in_head
 
 from kvstore.core.events import Fill, Seal
 from kvstore.machine import Machine
@@ -70,15 +72,15 @@ def test_the_first_place_is_looked_at_first(owned: OwnedShm, shm: AttachedShm) -
     place = 9
     for slot_id in (2, 3):
         owned.apply(Seal(slot_id, slot_id, key, 7, 0, 1, 0, 0, 5))
-    owned._hints[place], owned._hints[place ^ 1] = 3, 2
+    hints_in_head(owned)[place], hints_in_head(owned)[place ^ 1] = 3, 2
     assert shm.hinted(key)[0] == 3
     assert next(shm.hinted_each([key]))[0] == 3
 
 
 def test_a_file_of_another_layout_is_named_as_such_and_left(owned: OwnedShm) -> None:
     for version, words in ((99, "layout version 99"), (LAYOUT_VERSION, "no whole segment")):
-        owned._head[8:12] = version.to_bytes(4, "little")
-        owned._head[12] = 1  # so that its checksum is wrong
+        head_of(owned)[8:12] = version.to_bytes(4, "little")
+        head_of(owned)[12] = 1  # so that its checksum is wrong
         with pytest.raises(ValueError, match=words):
             AttachedHeads(owned.head_path)
 
@@ -143,6 +145,13 @@ class Pages:
         self.real.close()  # type: ignore[attr-defined]
 
 
+def noted(shm: AttachedShm, kind: type[Pages] = Pages) -> Any:
+    """Have it map pages by way of one that notes what is asked."""
+    pages = kind(shm._data)
+    shm._data = pages  # type: ignore[assignment]
+    return pages
+
+
 class Later(Machine):
     """Starts threads when the test says so; sleeps are counted."""
 
@@ -169,8 +178,7 @@ def mapped(
     monkeypatch.setattr(module, "POPULATE_STEP_BYTES", STEP)
     later = Later()
     attached = AttachedShm(owned.data_path, owned.head_path, machine=later)
-    pages = Pages(attached._data)
-    attached._data = pages  # type: ignore[assignment]
+    pages = noted(attached)
     yield attached, pages, later
     attached.close()
 
@@ -202,8 +210,7 @@ def test_a_small_block_and_the_rest_of_the_last_part(mapped: Mapped) -> None:
 def test_a_writer_maps_pages_to_write_and_a_reader_to_read(owned: OwnedShm) -> None:
     for writable, advice in ((False, MADV_POPULATE_READ), (True, MADV_POPULATE_WRITE)):
         shm = AttachedShm(owned.data_path, owned.head_path, writable=writable)
-        pages = Pages(shm._data)
-        shm._data = pages  # type: ignore[assignment]
+        pages = noted(shm)
         shm.populate(0, SIZE)
         assert pages.asked == [(advice, 0, SIZE)]
         shm.close()
@@ -314,7 +321,7 @@ class Cut(Pages):
 
 def test_a_block_before_the_cut_of_its_part_is_there(mapped: Mapped) -> None:
     shm, pages, _ = mapped
-    shm._data = cut = Cut(pages)  # type: ignore[assignment]
+    cut = noted(shm, Cut)
     cut.end = 2 * PART + SMALLEST
     assert shm.populate(2 * PART, SMALLEST)
     assert not shm.populate(2 * PART + 4096, SMALLEST)
@@ -358,8 +365,7 @@ def test_with_pages_of_64_kib_all_that_is_mapped_in_one_go_begins_with_one(
     later = Later()
     shm = AttachedShm(owned.data_path, owned.head_path, machine=later)
     shm.populate_ahead()  # so that blocks are mapped alone
-    pages = Pages(shm._data)
-    shm._data = pages  # type: ignore[assignment]
+    pages = noted(shm)
     for offset in (0, 4096, large_pages - 1024, large_pages, SIZE - large_pages):
         shm.populate(offset, large_pages)
         (part,) = pages.parts()

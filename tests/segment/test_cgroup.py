@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from each_input import each
 
 from kvstore.cli.checks import machine
 from kvstore.cli.checks.base import Context, Level
@@ -71,15 +72,17 @@ TREES: dict[str, tuple[str, dict[str, str], int | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", TREES)
+@each("case", TREES)
 def test_the_lowest_limit_of_all_groups_counts(tmp_path: Path, case: str) -> None:
     groups, files, expected = TREES[case]
-    (tmp_path / "cgroup").write_text(groups)
+    there = tmp_path / case
+    there.mkdir()
+    (there / "cgroup").write_text(groups)
     for name, text in files.items():
-        file = tmp_path / "sys" / name
+        file = there / "sys" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
-    found = memory_limit(tmp_path / "cgroup", tmp_path / "sys")
+    found = memory_limit(there / "cgroup", there / "sys")
     assert (found.limit_bytes if found else None) == expected
     if found is not None:
         assert found.file.read_text().strip() == str(expected)

@@ -3,12 +3,13 @@ import threading
 import time
 
 import pytest
+from each_input import each
 
 from kvstore.segment.copying import GIL_FREE_BYTES, copy
 from kvstore.system.memory_files import address_of
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, GIL_FREE_BYTES - 1, GIL_FREE_BYTES, 3 << 20])
+@each("size", [0, 1, 4096, GIL_FREE_BYTES - 1, GIL_FREE_BYTES, 3 << 20])
 def test_a_copy_is_exact_whatever_its_size(size):
     source = bytes(i * 31 % 251 for i in range(min(size, 1000))) * (size // 1000 + 1)
     target = bytearray(size + 2)

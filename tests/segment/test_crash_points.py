@@ -166,7 +166,7 @@ def blocks(core: NodeCore) -> set[tuple[int, bytes, int, int, int]]:
 
 @pytest.mark.parametrize("happens", HISTORIES, ids=lambda f: f.__name__)
 def test_a_torn_header_is_the_block_before_the_block_after_or_none(tmp_path, happens):
-    history = History(tmp_path / "segment")
+    history = History(tmp_path / happens.__name__)
     try:
         happens(history)
         assert history.writes

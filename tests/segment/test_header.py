@@ -3,6 +3,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,8 +101,8 @@ def test_a_superblock_gives_back_what_it_was_made_of_and_nothing_when_damaged():
     assert unpack_superblock(b"") is None
 
 
-@pytest.mark.parametrize("state", [FREE, SEALED])
-@pytest.mark.parametrize("generation", [0, 1, (1 << 24) - 1, 1 << 24, GENERATION_MAX])
+@each("state", [FREE, SEALED])
+@each("generation", [0, 1, (1 << 24) - 1, 1 << 24, GENERATION_MAX])
 def test_a_word_has_its_state_in_the_first_byte_and_its_generation_from_the_third(
     state: int, generation: int
 ) -> None:
@@ -191,7 +192,7 @@ def test_a_home_that_reaches_into_the_second_superblock_is_not_written() -> None
 # --- hints ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("slots", "hints"), [(1, 4), (2, 8), (3, 16), (4, 16), (5, 32), (32, 128)])
+@each(("slots", "hints"), [(1, 4), (2, 8), (3, 16), (4, 16), (5, 32), (32, 128)])
 def test_a_slot_has_four_hints_or_up_to_eight(slots: int, hints: int) -> None:
     assert hints_of(slots) == hints
 

@@ -1,6 +1,6 @@
 import dataclasses
 
-import pytest
+from each_input import each
 from stores import announcement
 
 from kvstore.limits import SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, SLOTS_PER_SEGMENT_MAX
@@ -20,7 +20,7 @@ def test_a_location_leads_to_its_header_and_its_payload() -> None:
     assert data_at == 257 * 4096 + 3 * 1024
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {"node_id": 8},
@@ -39,7 +39,7 @@ def test_a_location_outside_leads_nowhere(wrong: dict[str, int]) -> None:
     assert Layout(WORD).places(AT._replace(**wrong)) is None
 
 
-@pytest.mark.parametrize("size_bytes", [-1, 0, 1, SEGMENT_BYTES_MIN - 1, 1 << 62])
+@each("size_bytes", [-1, 0, 1, SEGMENT_BYTES_MIN - 1, 1 << 62])
 def test_a_shape_that_no_node_has_leads_nowhere(size_bytes: int) -> None:
     word = dataclasses.replace(WORD, size_bytes=size_bytes)
     assert Layout(word).places(AT._replace(slot=0)) is None

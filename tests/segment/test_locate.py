@@ -2,6 +2,8 @@
 within the segment; and after copying, that it still says so (rule 4)."""
 
 import pytest
+from each_input import each
+from segment_bytes import head_of
 
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.limits import SLOT_BYTES_MIN
@@ -48,7 +50,7 @@ def test_every_byte_of_the_key_counts(reader):
         assert locate(reader, other, AT) is None, at
 
 
-@pytest.mark.parametrize(
+@each(
     "changed",
     [
         {"generation": 8},  # the header has a later one
@@ -72,7 +74,7 @@ def test_a_location_that_promises_anything_else_leads_nowhere(reader, changed):
 def test_a_header_behind_the_last_slot_is_believed_by_nobody(owned, reader):
     """What lies there is the table of hints: bytes that readers do not choose, but others do."""
     start = SUPERBLOCK_BYTES + SLOTS * 64
-    owned._head[start : start + 64] = pack((9, KEY, 0, 0, 0, 0, 0, 0))
+    head_of(owned)[start : start + 64] = pack((9, KEY, 0, 0, 0, 0, 0, 0))
     assert locate(reader, KEY, AT._replace(slot=SLOTS, length=0, granule=0)) is None
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from open_files import open_files
+from segment_bytes import head_of
 
 from kvstore.core.events import Bounds, Fill, Hold, Keep, Mark, Seal
 from kvstore.errors import NoSpaceError
@@ -14,7 +16,6 @@ from kvstore.segment import shm
 from kvstore.segment.attached import AttachedShm
 from kvstore.segment.header import FREE, RESERVED, SEALED, Superblock, home_of, unpack
 from kvstore.segment.shm import OwnedShm, check_room, files_bytes, header_file_bytes, never_fits
-from kvstore.system import filelock
 from kvstore.system.memory_files import Room
 
 KEY = bytes(range(32))
@@ -60,9 +61,10 @@ def test_a_writers_mapping_can_write_payload_and_not_headers(owned):
     writer.payload[5:8] = b"abc"
     reader = AttachedShm(owned.data_path, owned.head_path)
     assert bytes(reader.payload[5:8]) == b"abc"
-    assert writer._head[:1]
+    head = writer._head
+    assert head[:1]
     with pytest.raises(TypeError):
-        writer._head[0] = 1
+        head[0] = 1
     writer.close()
     reader.close()
 
@@ -87,6 +89,13 @@ def test_when_pages_run_out_half_way_nothing_is_left(tmp_path, monkeypatch):
     with pytest.raises(NoSpaceError, match="no room"):
         OwnedShm(tmp_path / "segment", BLOCK)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("pages", [1025, 1031], ids=str)
+def test_a_segment_may_have_any_number_of_pages(tmp_path, pages):
+    segment = OwnedShm(tmp_path / "odd", Superblock(1, 1, 0, pages * SLOT_BYTES_MIN))
+    segment.apply(Mark(pages - 1, RESERVED, 7, 0, 4))
+    segment.close()
 
 
 def test_close_removes_the_files_and_may_be_called_twice(tmp_path):
@@ -133,7 +142,7 @@ def test_a_header_says_sealed_only_once_all_of_it_is_there(owned, monkeypatch):
     images = []
 
     def look():
-        images.append(bytes(owned._head[4096 + 64 : 4096 + 128]))
+        images.append(bytes(head_of(owned)[4096 + 64 : 4096 + 128]))
 
     for name in ("_head", "_words"):
         monkeypatch.setattr(owned, name, Watched(getattr(owned, name), look))
@@ -302,11 +311,11 @@ def test_who_is_interrupted_while_a_segment_is_made_leaves_neither_files_nor_a_l
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shm, "hints_in", interrupted)
-    before = set(filelock._open)
+    before = open_files()
     with pytest.raises(KeyboardInterrupt):
         OwnedShm(tmp_path / "segment", BLOCK)
     assert list(tmp_path.iterdir()) == []
-    assert filelock._open == before
+    assert open_files() == before
 
 
 # --- taking over what a former start left -----------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from each_input import each
 
 from kvstore import UsageError
 from kvstore.settings.reader import ItemsMax, NumberRange, check_settings, read_settings
@@ -66,7 +67,7 @@ def test_a_path_may_be_given_as_text_and_a_part_as_a_table():
     assert made.inner == Inner(depth=9)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value", "must"),
     [
         ("url", "", "a string that is not empty"),

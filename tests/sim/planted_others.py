@@ -2,9 +2,10 @@
 
 import sys
 
-from planting import bug_that_needs
+from planting import PlantedError, bug_that_needs
 
-from kvstore.client.local import control, writer
+from kvstore.client.nodes import control
+from kvstore.client.nodes.saving import link
 from kvstore.nodedir import Announcement
 from kvstore.protocol.control import Op
 from kvstore.segment import locate
@@ -47,7 +48,7 @@ def announcement_read_as_it_is(patch):
     def unpack(cls, raw):
         announcement = real(cls, raw)
         if announcement is None:
-            raise ValueError("no announcement")
+            raise PlantedError("no announcement")
         return announcement
 
     patch(Announcement, "unpack", classmethod(unpack))
@@ -57,7 +58,7 @@ def announcement_read_as_it_is(patch):
 def connection_kept_that_did_not_answer(patch):
     """What the node granted meanwhile is nobody's: it leaks."""
 
-    def failed(self):
+    def failed(self, error, hurried):
         self._breaker.failed(self._now())
 
     patch(control.ControlChannel, "_failed", failed)
@@ -67,18 +68,18 @@ def connection_kept_that_did_not_answer(patch):
 def cancelled_put_committed(patch):
     """What somebody wants no more of is sealed half written (rule 1)."""
 
-    def give_back(self, link, handles):
+    def give_back(self, handles):
         if handles:
-            items = [(*handle, 0) for handle in link.held.still_reserved(handles)]
-            link.control.request(Op.COMMIT, items)
+            items = [(*handle, 0) for handle in handles if handle in self.held.reserved]
+            self.control.request(Op.COMMIT, items)
 
-    patch(writer.Writer, "_give_back", give_back)
+    patch(link.NodeLink, "_give_back", give_back)
 
 
 @bug_that_needs(cancelled=0.5)
 def cancelled_put_forgotten(patch):
     """Its slots stay reserved for as long as its client lives: they leak."""
-    patch(writer.Writer, "_give_back", lambda self, link, handles: link.held.release(handles))
+    patch(link.NodeLink, "_give_back", lambda self, handles: self.held.release(handles))
 
 
 @bug_that_needs(client_signal=3.0)
@@ -111,16 +112,16 @@ def answer_nobody_waits_for_any_more_taken(patch):
 @bug_that_needs(client_signal=3.0)
 def interrupted_put_committed(patch):
     """What was half written when a handler raised is sealed (rule 1)."""
-    real = writer.Writer._give_back
+    real = link.NodeLink._give_back
 
-    def give_back(self, link, handles):
+    def give_back(self, handles):
         if isinstance(sys.exc_info()[1], HandlerError):
-            items = [(*handle, 0) for handle in link.held.still_reserved(handles)]
-            link.control.request(Op.COMMIT, items)
+            items = [(*handle, 0) for handle in handles if handle in self.held.reserved]
+            self.control.request(Op.COMMIT, items)
         else:
-            real(self, link, handles)
+            real(self, handles)
 
-    patch(writer.Writer, "_give_back", give_back)
+    patch(link.NodeLink, "_give_back", give_back)
 
 
 @bug_that_needs(forked=0.8, client_kill=3.0, connection_loss=5.0)

@@ -233,10 +233,9 @@ def withdrawn_block_still_published(patch):
     """What was evicted before its publication is published."""
     real = Outbox.withdraw
 
-    def withdraw(self, slot):
-        pending = self._unpublished.get(slot.key)
-        real(self, slot)
-        if pending is slot:
-            self._unpublished[slot.key] = slot
+    def withdraw(self, *slots):
+        pending = [slot for slot in slots if self._unpublished.get(slot.key) is slot]
+        real(self, *slots)
+        self._unpublished.update((slot.key, slot) for slot in pending)
 
     patch(Outbox, "withdraw", withdraw)

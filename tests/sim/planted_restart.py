@@ -3,14 +3,15 @@
 from planting import bug, bug_that_needs
 
 from kvstore import circuit_breaker
-from kvstore.client.local import control, link
+from kvstore.client.nodes import control
+from kvstore.client.nodes.saving import link
 from kvstore.core import recovery
 from kvstore.core.blocks import Blocks
 from kvstore.core.events import Seal, SessionDead
 from kvstore.core.holdings import FORMER
 from kvstore.core.memory.granules import granules_of
 from kvstore.node.daemon import Node
-from kvstore.segment import scan, shm
+from kvstore.segment import scan
 from kvstore.segment.header import _HEADER as HEADER
 from kvstore.segment.header import RESERVED, of_reserved
 
@@ -70,7 +71,7 @@ def restart_forgets_pins(patch):
     def without(size_bytes, bounds, headers, held):
         return real(size_bytes, bounds, headers, memoryview(bytes(len(held))))
 
-    patch(shm, "scan", without)
+    patch(scan, "scan", without)
 
 
 @bug

@@ -2,7 +2,8 @@
 
 from planting import bug, bug_that_needs
 
-from kvstore.client.local import control, link
+from kvstore.client.nodes import control
+from kvstore.client.nodes.saving import link
 from kvstore.core.answers import Grant
 from kvstore.core.blocks import Blocks
 from kvstore.core.events import Copy, Fill, SessionResumed
@@ -17,16 +18,17 @@ from kvstore.record import pack_record
 from kvstore.testing.sim import world
 from kvstore.types import Location
 
+RESERVE, MOVE = NodeCore._reserve, Blocks._move
+
 # --- saving ---------------------------------------------------------------------
 
 
 @bug
 def seal_before_the_copy(patch):
     """Readers find a block whose bytes are not there yet (rule 3)."""
-    real = NodeCore._reserve
 
     def reserve(self, event, effects, now):
-        real(self, event, effects, now)
+        RESERVE(self, event, effects, now)
         for answer in effects.replies[-1].body:
             if isinstance(answer, Grant):
                 slot = self.blocks.allocator.slot(answer[0])
@@ -39,10 +41,9 @@ def seal_before_the_copy(patch):
 @bug
 def publish_before_the_seal(patch):
     """The index learns of a slot that is being written (rule 3)."""
-    real = NodeCore._reserve
 
     def reserve(self, event, effects, now):
-        real(self, event, effects, now)
+        RESERVE(self, event, effects, now)
         for answer in effects.replies[-1].body:
             if isinstance(answer, Grant):
                 slot = self.blocks.allocator.slot(answer[0])
@@ -61,10 +62,9 @@ def _location(core, slot):
 @bug
 def inline_value_filled_after_the_seal(patch):
     """A small value is sealed before its bytes are there (rule 3)."""
-    real = NodeCore._reserve
 
     def reserve(self, event, effects, now):
-        real(self, event, effects, now)
+        RESERVE(self, event, effects, now)
         effects.writes.sort(key=lambda write: isinstance(write, Fill))
 
     patch(NodeCore, "_reserve", reserve)
@@ -81,7 +81,7 @@ def reservations_time_out(patch):
             for slot in list(session.reserved.values()):
                 if now - slot.reserved_at > 0.5:
                     del session.reserved[slot.slot_id]
-                    self._release(slot, GoneWhy.WRITER_DIED, late, now)
+                    self.blocks.release(slot, GoneWhy.WRITER_DIED, late, now)
         effects = real(self, event, now)
         effects.writes[:0] = late
         return effects
@@ -238,23 +238,21 @@ def extents_of_neighbours_overlap(patch):
 @bug
 def moved_block_sealed_before_its_bytes(patch):
     """Readers find a block at its new place before it is there (rule 3)."""
-    real = Blocks._move
 
     def move(self, old, new, writes):
         late = []
-        real(self, old, new, late)
+        MOVE(self, old, new, late)
         writes += sorted(late, key=lambda write: isinstance(write, Copy))
 
     patch(Blocks, "_move", move)
 
 
-@bug
+@bug_that_needs(client_pause=2.0, index_lag=0.5)
 def moved_block_stays_at_its_old_place_too(patch):
     """The old header says SEALED while others write there (rule 4)."""
-    real = Blocks._move
 
     def move(self, old, new, writes):
-        real(self, old, new, writes)
+        MOVE(self, old, new, writes)
         writes.pop()
 
     patch(Blocks, "_move", move)
@@ -266,7 +264,7 @@ def epoch_is_the_time(patch):
     patch(world, "epoch_after", lambda last, now_s: int(now_s))
 
 
-@bug
+@bug_that_needs(node_kill=1.0, connection_loss=5.0, delayed=0.02)
 def epoch_ignored(patch):
     """A client goes on with a node that was started anew, and writes into its old memory."""
     real = control.ControlChannel._receive

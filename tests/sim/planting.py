@@ -9,6 +9,11 @@ from functools import partial
 
 from kvstore.testing.sim import Faults
 
+
+class PlantedError(Exception):
+    """What a planted bug raises on purpose: the product is not to survive it."""
+
+
 BUGS = []
 """(what plants it, the faults that it needs or None for those that each seed draws)"""
 

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvstore.client import reset_everywhere
 from kvstore.core.events import NOBODY, Reserve, Reset
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
+from kvstore.index.announced import announced_nodes
 from kvstore.index.memory import MemoryIndex
 from kvstore.machine import Machine
 from kvstore.node.publishing.heartbeat import HEARTBEAT_S, Heartbeat
@@ -164,7 +166,16 @@ class Host:
             self.world.saved += 1
             self.core.handle(Reserve(1, 1, [key], [10], 7, [0], [0], [b"x" * 10], [0]), 0.0)
 
-    # What `reset_everywhere` asks of a writer, and of a run directory.
+    # What `reset_everywhere` asks of a writer, and of a directory of nodes.
+
+    key_prefix = PREFIX
+
+    @property
+    def machine(self) -> Machine:
+        return self.world.machine
+
+    def announcements(self) -> Any:
+        return announced_nodes(self.world.index)
 
     def reset(self, number: int, ids: Any) -> int:
         assert self.core is not None
@@ -175,10 +186,11 @@ class Host:
 
     def here(self) -> Iterator[Any]:
         if self.alive:
-            yield self.word, str(self.directory.kept_resets().get("resets", ""))
+            kept = self.directory.kept_resets
+            yield self.word, SimpleNamespace(alive=lambda: True, kept_resets=kept)
 
 
-def step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def step(world: World) -> None:
     rng = world.rng
     node = rng.choice(world.nodes)
     what = rng.randrange(12)
@@ -196,18 +208,15 @@ def step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         node.start()
     elif what >= 10 and node.alive:
         before = world.saved
-        monkeypatch.setattr(reset_everywhere, "_here", lambda *_: node.here())
         away: Any = None
         place: Any = node
         result = reset_everywhere.reset_everywhere(
             place,
             away,
             world.index,
-            node.run_dir,
-            PREFIX,
+            place,
             [7],
             rng.choice([0.0, 4.0]),
-            machine=world.machine,
         )
         world.counts["complete" if result else "incomplete"] += 1
         if result:
@@ -220,7 +229,7 @@ def try_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for seed in range(SEEDS):
         world = World(seed, tmp_path, monkeypatch)
         for _ in range(STEPS):
-            step(world, monkeypatch)
+            step(world)
         counts += world.counts
     return counts
 
@@ -242,11 +251,8 @@ def test_who_was_down_learns_of_it_when_all_who_knew_are_gone(
     away.save()
     away.kill()
     world.sleep(7.0)
-    monkeypatch.setattr(reset_everywhere, "_here", lambda *_: one.here())
     place: Any = one
-    assert reset_everywhere.reset_everywhere(
-        place, place, world.index, one.run_dir, PREFIX, [7], timeout_s=5.0, machine=world.machine
-    )
+    assert reset_everywhere.reset_everywhere(place, place, world.index, place, [7], timeout_s=5.0)
     one.kill()
     two.kill()
     world.sleep(30.0)

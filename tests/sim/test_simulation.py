@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from each_input import each
 
 from kvstore.testing.sim import Faults, run
 from kvstore.testing.sim.faults import PER_MESSAGE
@@ -60,7 +61,7 @@ def test_the_rules_hold_whatever_luck_brings(first, pool, counts):
     assert not told, "\n".join([*told, *outcome.broken[0].trace])
 
 
-@pytest.mark.parametrize(
+@each(
     ("seed", "found"),
     [
         (14433, "an index that failed over before its node's first heartbeat kept a stale record"),
@@ -83,6 +84,8 @@ def test_luck_does_strike(counts):
     """Otherwise the simulation proves nothing."""
     if not counts:
         counts = together(try_seed(seed) for seed in range(40)).counts
+    # In one seed of a hundred a child outlives its parent.
+    counts = counts + try_seed(121).counts
     strikes = {f.name for f in fields(Faults)} - PER_MESSAGE
     outcomes = {"hits", "misses", "stale", "stored", "exists", "in_progress", "rejected", "failed"}
     outcomes |= {"interrupted", "outlived"}
@@ -93,7 +96,7 @@ def test_on_a_quiet_day_gets_hit_and_nothing_fails():
     counts = Counter()
     # In one seed of five somebody draws a time-out of some milliseconds, or a node is too late
     # for 2 s even so: each step takes a simulated millisecond.
-    for seed in range(32, 40):
+    for seed in range(92, 100):
         counts.update(run(seed, QUIET).counts)
     assert counts["hits"] > 500
     assert "failed" not in counts
@@ -109,7 +112,7 @@ def test_a_seed_replays_exactly_in_another_process():
     def trace(hash_seed: str) -> str:
         program = (
             "from kvstore.testing.sim.many import try_seed;"
-            "print(*try_seed(6, whole_trace=True).broken[0].trace, sep='\\n')"
+            "print(*try_seed(9, whole_trace=True).broken[0].trace, sep='\\n')"
         )
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path.cwd())}
         command = [sys.executable, "-c", program]

@@ -11,7 +11,7 @@ import pytest
 from redis_servers import gone, kill, wait_until
 
 from kvstore import Client
-from kvstore.client.local.embedded_node import embedded_name
+from kvstore.client.nodes.saving.embedded_node import embedded_name
 from kvstore.index.embedded_redis.server import EmbeddedRedis
 from kvstore.limits import Limits
 from kvstore.nodedir import NodeDir

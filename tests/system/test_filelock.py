@@ -10,10 +10,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from open_files import open_files
+from own_python import holds_in_child
 from redis_servers import wait_until
 from warm_processes import WarmProcess
 
-from kvstore.system import filelock
 from kvstore.system.filelock import FileLock, is_locked, try_lock
 from kvstore.system.fork import in_each_child
 
@@ -83,11 +84,7 @@ def test_a_lock_is_free_when_its_process_was_killed_although_a_child_of_it_lives
 def test_a_child_that_ends_or_releases_takes_no_lock_from_its_parent(tmp_path, shared):
     lock = FileLock(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     assert lock.take(shared=shared)
-    child = os.fork()
-    if child == 0:
-        lock.release()
-        os._exit(0 if lock.fd == -1 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert holds_in_child(lambda: lock.release() is None and lock.fd == -1)
     assert try_lock(tmp_path / "lock") is None
     lock.release()
 
@@ -105,7 +102,7 @@ def test_a_child_of_any_moment_has_no_descriptor_of_a_lock(tmp_path):
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for _ in range(50):
+        for _ in range(20):
             child = os.fork()
             if child == 0:
                 held = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
@@ -123,12 +120,12 @@ def test_a_lock_that_cannot_be_asked_for_leaves_no_file_open(tmp_path, monkeypat
     def refused(*_):
         raise error
 
-    before = set(filelock._open)
+    before = open_files()
     monkeypatch.setattr("fcntl.flock", refused)
     with pytest.raises(type(error)):
         try_lock(tmp_path / "lock")
     monkeypatch.undo()
-    assert filelock._open == before
+    assert open_files() == before
 
 
 class Failing:
@@ -142,9 +139,6 @@ def test_one_that_fails_in_a_child_keeps_no_other_from_its_part(tmp_path):
     failing = [Failing() for _ in range(20)]
     for one in failing:
         in_each_child(one)
-    child = os.fork()
-    if child == 0:
-        os._exit(sum(lock.fd != -1 for lock in locks))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert holds_in_child(lambda: all(lock.fd == -1 for lock in locks))
     for lock in locks:
         lock.release()

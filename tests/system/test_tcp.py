@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from each_input import each
+from own_python import holds_in_child
 from redis_servers import RedisServer, free_port, wait_until
 from stores import announcement
 
@@ -146,7 +147,7 @@ def test_addresses_need_no_name_server(names: NameServer, listener: socket.socke
         tcp.connect("::1", free_port(), far())
 
 
-@pytest.mark.parametrize("host", ["a\0b", "\ud800", "a..b", "x" * 64, ""])
+@each("host", ["a\0b", "\ud800", "a..b", "x" * 64, ""])
 def test_what_can_be_no_name_fails_like_one_that_there_is_not(host: str) -> None:
     with pytest.raises(OSError, match=r"host name|known|refused|address"):
         tcp.connect(host, free_port(), far())
@@ -185,15 +186,13 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
 
 def test_a_child_process_asks_for_itself(names: NameServer, listener: socket.socket) -> None:
     late(lambda: tcp.connect("slow.example", 1, soon()))
-    pid = os.fork()
-    if pid == 0:  # the thread that hangs is the parent's
+
+    def connected() -> bool:
         names.answers.set()
-        try:
-            tcp.connect("slow.example", port_of(listener), far()).close()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
+        tcp.connect("slow.example", port_of(listener), far()).close()
+        return True
+
+    assert holds_in_child(connected)  # the thread that hangs is the parent's
 
 
 # --- by those who connect ------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from contract.cuda import get, put
 from contract.transport import PATIENCE_S, TransportContract, far, reads, room
+from each_input import each
 from redis_servers import wait_until
 from vram_parts import MIB, VramPlace
 
@@ -319,9 +320,7 @@ def test_a_device_without_peer_access_reads_nothing(tmp_path, owner):
     place.close()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "uuid", "uuid/", "uuid/zz", "uuid/" + "00" * 15, "/" + "00" * 16]
-)
+@each("text", ["", "uuid", "uuid/", "uuid/zz", "uuid/" + "00" * 15, "/" + "00" * 16])
 def test_what_is_no_address_is_none(text):
     assert DeviceAddress.parse(text) is None
 
@@ -332,14 +331,14 @@ def test_an_address_says_what_it_was_made_of():
 
 
 def test_nobody_but_the_owner_writes(place, tmp_path):
-    from kvstore.client.local.link import Grants
-    from kvstore.client.local.writer import Writer
+    from kvstore.client.nodes.saving.link import Grants
+    from kvstore.client.nodes.saving.writer import Writer
     from kvstore.errors import KVStoreError
     from kvstore.protocol.control_requests import Wants
 
     writer = Writer(place.nodes, name="node", timeout_s=PATIENCE_S, checksums=False)
     with pytest.raises(KVStoreError):
-        writer.reserve_later(Wants([b"k" * 32], 100, values=[b"1" * 100]), 7, Grants())()
+        writer.link().reserve_later(Wants([b"k" * 32], 100, values=[b"1" * 100]), 7, Grants())()
     writer.close()
     assert place.writer.ask(Drop(0, 0, [b"k" * 32])) == [False]
 

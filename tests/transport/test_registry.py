@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from remote_parts import remote_nodes
 from stores import announcement
 
-from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.nodes.readability import Readability
+from kvstore.client.nodes.remote import RemoteNodes
 from kvstore.errors import UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.nodedir import Announcement
 from kvstore.transport.base import Read, Transport, Wanted
 from kvstore.transport.registry import TRANSPORTS, Registered, allowed, counters
-from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import Location
 
 PIGEON = '''
@@ -45,7 +46,8 @@ class Pigeon(Transport):
     def read(self, node, wanted, deadline):
         for one in wanted:
             one.into[0][:] = b"p" * one.location.length
-        return [Outcome(Read(node.transports["pigeon"]), in_vram=True) for _ in wanted]
+        said = node.transports["pigeon"].replace("tired", "hit")
+        return [Outcome(Read(said), in_vram=True) for _ in wanted]
 
     def close(self):
         self.closed = True
@@ -72,7 +74,7 @@ def reading(**ways: str) -> tuple[RemoteNodes, Announcement]:
     word = announcement(node_id=7, transports=ways)
     index = MemoryIndex()
     index.announce(7, word.pack(), 600.0)
-    return RemoteNodes(index, allowed(None), StreamSecurity(), 0.3), word
+    return remote_nodes(index, 0.3, allowed(None)), word
 
 
 def wanted(checksum: int = CHECKED) -> Wanted:
@@ -108,20 +110,22 @@ class TestOneMore:
 
     def test_where_it_makes_no_checksum_a_block_without_one_is_not_read_by_it(self) -> None:
         nodes, word = reading(pigeon="hit")
+        readability = Readability(nodes.directory, nodes, verifies=False)
         assert nodes.read([wanted(UNCHECKED)])[0].read is Read.MISS
-        assert nodes.needs_checksum(7, word.epoch, verifies=False)
+        assert readability.find(7, word.epoch, 0.0).needs_checksum
         sys.modules["pigeon"].Pigeon.checks_bytes = True
         assert nodes.read([wanted(UNCHECKED)])[0].read is Read.HIT
-        assert not nodes.needs_checksum(7, word.epoch, verifies=False)
+        assert not readability.find(7, word.epoch, 0.0).needs_checksum
         nodes.close()
 
     def test_a_node_is_read_by_the_next_until_it_is_ready(self) -> None:
         nodes, word = reading(pigeon="tired", stream="tcp://127.0.0.1:1")
-        assert [one.name for one in nodes._ways(word)] == ["stream"]
+        assert nodes.read([wanted()])[0].read is Read.FAILED
+        assert nodes.counts["stream_failed"] == 1
         (one,) = made()
         assert one.prepared == [word]
         alone, word = reading(pigeon="tired")
-        assert [one.name for one in alone._ways(word)] == ["pigeon"]
+        assert alone.read([wanted()])[0].read is Read.HIT
         nodes.close()
         alone.close()
 
@@ -135,7 +139,7 @@ class TestOneMore:
         assert allowed(None) == ("pigeon", "stream")
         with pytest.raises(UsageError, match="must be some of pigeon, shm"):
             allowed(["dove"])
-        without = RemoteNodes(MemoryIndex(), ("stream",), StreamSecurity(), 0.3)
+        without = remote_nodes(MemoryIndex(), 0.3)
         assert without.transports.of(announcement(node_id=7, transports={"pigeon": "hit"})) == []
         without.close()
 
@@ -164,7 +168,7 @@ def test_each_is_what_its_line_says() -> None:
 def test_counters_are_there_before_anything_is_read() -> None:
     assert set(counters()) == {
         f"{way}_{what}"
-        for way in ("nixl", "stream")
+        for way in ("disk", "nixl", "stream")
         for what in ("hits", "bytes", "misses", "failed", "checksum")
     } | {"nixl_vram_hits", "nixl_vram_bytes"}
 
@@ -172,11 +176,15 @@ def test_counters_are_there_before_anything_is_read() -> None:
 def test_a_client_of_streams_alone_imports_neither_nixl_nor_cuda() -> None:
     code = """
 import sys
-from kvstore.client.remote.reader import RemoteNodes
+from kvstore.client.nodes.remote import RemoteNodes
 from kvstore.index.memory import MemoryIndex
-from kvstore.transport.registry import TRANSPORTS
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.segment.layout import Layout
+from kvstore.transport.registry import TRANSPORTS, Transports
 from kvstore.transport.stream.security import StreamSecurity
-RemoteNodes(MemoryIndex(), tuple(TRANSPORTS), StreamSecurity(), 1.0).close()
+from kvstore.transport.stream.transport import StreamTransport
+ways = Transports(tuple(TRANSPORTS), StreamTransport(StreamSecurity()), Layout)
+RemoteNodes(NodeDirectory(None, MemoryIndex(), "kv:t"), ways, 1.0).close()
 print([name for name in sys.modules if ".nixl." in name or ".cuda" in name])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -188,6 +196,6 @@ def test_the_environment_allows_in_the_order_of_nearness(monkeypatch: pytest.Mon
     assert allowed(None) == ("nixl", "stream")
     assert allowed(["stream", "shm"]) == ("shm", "stream"), "an argument counts more"
     monkeypatch.delenv("KVSTORE_TRANSPORTS")
-    assert allowed(None) == tuple(TRANSPORTS) == ("shm", "cuda_ipc", "nixl", "stream")
+    assert allowed(None) == tuple(TRANSPORTS) == ("shm", "cuda_ipc", "disk", "nixl", "stream")
     with pytest.raises(UsageError, match="transports="):
         allowed(["pigeon"])

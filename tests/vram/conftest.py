@@ -4,7 +4,7 @@ import pytest
 from stores import NodeThread
 from vram_producer import Producer
 
-from kvstore import BlockSession
+from kvstore.spi import BlockSession
 from kvstore.testing.cuda import ModelCuda
 
 MIB = 1 << 20

@@ -20,9 +20,10 @@ from vram_producer import (
     payload_of,
 )
 
-from kvstore import BlockSession, Limits, NodeUnavailableError
-from kvstore.client.remote.writer import NOBODY
+from kvstore import Limits
+from kvstore.client.nodes.saving.remote_writer import NOBODY
 from kvstore.node import NodeConfig
+from kvstore.spi import BlockSession, NodeUnavailableError
 from kvstore.testing.cuda import ModelCuda
 
 MIB = 1 << 20

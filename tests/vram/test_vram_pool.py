@@ -21,11 +21,12 @@ from vram_producer import (
     produce,
 )
 
-from kvstore import BlockSession, MissReason, NoSpaceError, Tier, UsageError, VramPool
+from kvstore import MissReason, NoSpaceError, UsageError
 from kvstore.cli.checks import machine
 from kvstore.cli.checks.base import Context
 from kvstore.cuda.base import address_of, wait
 from kvstore.nodedir import NodeDir
+from kvstore.spi import BlockSession, Tier, VramPool
 from kvstore.testing.cuda import ModelCuda
 from kvstore.transport.stream.security import StreamSecurity
 from kvstore.vram import demoter

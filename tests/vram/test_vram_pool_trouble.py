@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 import pytest
 from contract.cuda import put
 from redis_servers import wait_until
+from stores import in_loop
 from vram_producer import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -17,12 +18,14 @@ from vram_producer import (
     payload_of,
 )
 
-from kvstore import BlockSession, MissReason, PutStatus, VramPool
+from kvstore import MissReason, PutStatus
 from kvstore.core.events import Touch
 from kvstore.cuda.checksum import DeviceChecksums
 from kvstore.errors import DeviceError, UsageError
 from kvstore.index.open import OpenedIndex
 from kvstore.limits import TOLD_MAX
+from kvstore.record import unpack_record
+from kvstore.spi import BlockSession, VramPool
 from kvstore.testing.cuda import ModelCuda
 from kvstore.vram import demoter
 from kvstore.vram import pool as vram_pool
@@ -34,7 +37,7 @@ MIB = 1 << 20
 def busy_node(pool):
     """The node in VRAM answers nothing meanwhile: its event loop is at something else."""
     go_on = threading.Event()
-    pool.node._loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
+    in_loop(pool.node, go_on.wait, PATIENCE_S)
     try:
         yield
     finally:
@@ -130,7 +133,9 @@ def test_what_cannot_be_read_for_long_is_said_once(producer, node, tmp_path, cap
     for _ in range(3):
         assert session.device_view(found) is None
         assert session.match([key_of(0)]).short is MissReason.UNREADABLE_UNMAPPED
-        session.remote.vram._known.clear()  # its time is over
+        start = unpack_record(found.key, found.record)[:2]
+        session.nodes.entry(*start).vram_breaker.probe_at = 0.0  # its time is over
+        session.remote.vram.look()
     assert caplog.text.count("cannot be read over CUDA IPC") == 1
     session.close()
 

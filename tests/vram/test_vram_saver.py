@@ -12,17 +12,11 @@ from contract.cuda import get, put
 from redis_servers import wait_until
 from vram_producer import BLOCK_BYTES, NAMESPACE, PATIENCE_S, found_of, key_of, payload_of
 
-from kvstore import (
-    BlockSession,
-    DeviceReservation,
-    PutStatus,
-    UsageError,
-    VramPool,
-    VramSaver,
-    vram_for_saves,
-)
+from kvstore import PutStatus, UsageError
+from kvstore.errors import NodeUnavailableError
 from kvstore.nodedir import NodeDir
 from kvstore.protocol.control import Op
+from kvstore.spi import BlockSession, DeviceReservation, VramPool, VramSaver, vram_for_saves
 from kvstore.testing.cuda import ModelCuda
 from kvstore.testing.stopping import stop
 from kvstore.types import STORED
@@ -196,8 +190,8 @@ def test_when_the_node_is_killed_its_memory_stays_for_who_still_writes_there(nod
     (answer,) = engine.reserve(2)
     assert answer.status is PutStatus.REJECTED
     assert engine.device.mapped == 1, "it may still be written to"
-    (result,) = engine.store.commit(granted)
-    assert result.status is PutStatus.REJECTED
+    with pytest.raises(NodeUnavailableError):
+        engine.store.commit(granted)
     assert engine.device.mapped == 0
     again = Owner(node, model_dir)
     wait_until(lambda: isinstance(engine.reserve(2)[0], DeviceReservation), "the next start")
@@ -207,11 +201,11 @@ def test_when_the_node_is_killed_its_memory_stays_for_who_still_writes_there(nod
 
 def test_what_its_node_cannot_do_is_refused_and_the_node_goes_on(engine):
     engine.save(1)
-    start = engine.saver._start
+    control = engine.saver._writer.linked.control
     (granted,) = engine.reserve(2)
     arguments = (NAMESPACE, key_of(3), [4], [0], [0], [b"four"], 0)
     with pytest.raises(UsageError, match="values"):
-        start.control.request(Op.RESERVE, *arguments)
+        control.request(Op.RESERVE, *arguments)
     engine.fill([granted], 2)
     assert engine.store.commit([granted]) == [STORED]
     assert engine.read(1, 2) == [payload_of(1), payload_of(2)]

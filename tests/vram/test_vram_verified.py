@@ -20,11 +20,12 @@ from vram_producer import (
     payload_of,
 )
 
-from kvstore import BlockSession, MissReason
+from kvstore import MissReason
 from kvstore.cuda.base import DeviceRange
 from kvstore.errors import DeadlineError
 from kvstore.protocol.control import Op
 from kvstore.record import unpack_record
+from kvstore.spi import BlockSession
 from kvstore.transport.base import Read
 from kvstore.transport.cuda_ipc import WantedAnywhere
 from kvstore.types import EXISTS, STORED
@@ -179,18 +180,28 @@ def test_who_is_interrupted_while_it_replaces_holds_nothing(
     owner = Producer(node.client_options, model_dir, 2 * MIB, name="vram-0", takes_saves=True)
     never, always = Engine(node.client_options, model_dir), Engine(careful, model_dir)
     never.save(1)
-    control = always.saver._start.control
-    request = control.request
+    control = always.saver._writer.linked.control
+    post, collect, asked = control.post, control.collect, {}
 
-    def fails_after(op, *args, **options):
-        answer = request(op, *args, **options)
-        if op is failing:
+    def noted(op, *args, **options):
+        ticket = post(op, *args, **options)
+        asked[id(ticket)] = op
+        return ticket
+
+    def fails_after(ticket):
+        answer = collect(ticket)
+        if asked[id(ticket)] is failing:
             raise error
         return answer
 
+    granted = []
     with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
-        patched.setattr(control, "request", fails_after)
-        assert not any(always.reserve(2, 1))
+        patched.setattr(control, "post", noted)
+        patched.setattr(control, "collect", fails_after)
+        granted = always.reserve(2, 1)
+    unpinned_late = (failing, error) == (Op.UNPIN, DeadlineError)
+    assert any(granted) == unpinned_late, "what is not said of a pin now is said later"
+    always.store.abort(granted)
     always.save(2, 3)
     counters = owner.pool.stats()
     assert (counters["pinned"], counters["reserved"]) == (0, 0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from redis_servers import wait_until
 
-from kvstore import BlockSession, DeviceReservation, Reservation, VramPool
 from kvstore.cuda.base import address_of, wait
+from kvstore.spi import BlockSession, DeviceReservation, Reservation, VramPool
 from kvstore.testing.cuda import ModelCuda
 
 BLOCK_BYTES = 96 << 10

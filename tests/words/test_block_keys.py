@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from batch_readers import compiled_module
+from each_input import each
 
 from kvstore import Namespace, keys
 from kvstore.compiled import part
@@ -67,7 +68,7 @@ def test_compiled_they_are_the_same_for_every_size_of_a_block(compiled: Any) -> 
         assert compiled.block_keys(ROOT, raw, step, RUN_BLOCKS) == expected, (step, count)
 
 
-@pytest.mark.parametrize("count", [63, 64, 65, 127, 128, 129, 300])
+@each("count", [63, 64, 65, 127, 128, 129, 300])
 def test_compiled_they_have_the_same_tags(compiled: Any, count: int) -> None:
     raw = random.Random(count).randbytes(64 * count)
     for run_blocks in (1, 3, RUN_BLOCKS):
@@ -87,7 +88,7 @@ def test_a_namespace_has_the_same_keys_by_either(
     assert made == [by_hand(Namespace.named("n")._of_blocks, raw, 64, RUN_BLOCKS)] * 2
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         (ROOT[1:], b"", 4, 64),
@@ -102,8 +103,8 @@ def test_what_cannot_be_hashed_is_an_error(compiled: Any, arguments: Any) -> Non
         compiled.block_keys(*arguments)
 
 
-@pytest.mark.parametrize("step", [1, 4, 31, 32, 33, 64, 256, 1024])
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
+@each("step", [1, 4, 31, 32, 33, 64, 256, 1024])
+@each("count", [0, 1, 2, 5])
 def test_hashes_are_chained_over_blocks_and_what_else_there_is(
     compiled: Any, step: int, count: int
 ) -> None:
@@ -130,7 +131,7 @@ def test_what_cannot_be_chained_is_an_error(compiled: Any, arguments: Any) -> No
         compiled.chained_hashes(ROOT, b"abcdefgh", 4, [b"", "text"])
 
 
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 129])
+@each("count", [0, 1, 63, 64, 65, 129])
 def test_an_engines_hashes_have_the_same_keys_by_either(compiled: Any, count: int) -> None:
     hashes = [random.Random(i).randbytes(i % 70) for i in range(count)]
     digests = [sha256(ROOT + one).digest()[:24] for one in hashes]
@@ -176,7 +177,7 @@ class Raw(bytes):
     pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "why"),
     [
         (b"", "must have 1 to"),

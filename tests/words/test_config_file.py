@@ -8,11 +8,12 @@ import pytest
 
 from connector.settings import STORE_SETTINGS, ConnectorSettings
 from connector.transfer.config import KVTransferConfig
-from kvstore import BlockSession, Limits, StreamSecurity, UsageError, tenant_salt
+from kvstore import Limits, StreamSecurity, UsageError, tenant_salt
 from kvstore.config_file import read_config
 from kvstore.secret import SIGNING_KEY, secret
 from kvstore.settings.removed import CONSTANT, REMOVED
 from kvstore.settings.toml_file import CONFIG, CONFIG_BYTES_MAX
+from kvstore.spi import BlockSession
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 
 import pytest
+from each_input import each
 
 from kvstore import errors
 from kvstore.errors import KVStoreError, UsageError
@@ -21,8 +22,8 @@ def made(kind):
     return kind("field", "value", "must") if issubclass(kind, UsageError) else kind("message")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+@each("kind", KINDS)
+@each("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_an_error_comes_back_whole_from_a_copy_and_from_a_pickle(kind, again):
     error = made(kind)
     other = again(error)

@@ -1,4 +1,5 @@
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,7 +106,7 @@ def test_two_salts_that_their_field_does_not_tell_apart_give_different_keys(monk
     assert one.value_key("x") != other.value_key("x")
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "field"),
     [
         (lambda: ONE.value_key(""), "key"),

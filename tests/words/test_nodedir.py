@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from clocks import died_ago, lives_now
+from each_input import each
 from stores import announcement
 
 from kvstore.errors import UsageError
@@ -25,7 +26,15 @@ def test_an_announcement_gives_back_what_it_was_made_of():
     assert Announcement.unpack(WORD.pack()) == WORD
 
 
-@pytest.mark.parametrize(
+def test_an_announcement_says_which_disks_there_are_or_nothing_of_them():
+    word = dataclasses.replace(WORD, disks={"0": "ab /mnt/d", "15": "cd /mnt/e f"})
+    assert Announcement.unpack(word.pack()) == word
+    older = WORD.pack().replace(b', "disks": {}', b"")
+    assert b"disks" not in older
+    assert Announcement.unpack(older) == WORD
+
+
+@each(
     "raw",
     [
         b"",
@@ -38,6 +47,8 @@ def test_an_announcement_gives_back_what_it_was_made_of():
         dataclasses.replace(WORD, version=VERSION - 1).pack(),
         WORD.pack().replace(b'"size_bytes": 4194304', b'"size_bytes": "4"'),
         WORD.pack().replace(b'"epoch": 5, ', b""),
+        WORD.pack().replace(b'"disks": {}', b'"disks": {"0": 1}'),
+        WORD.pack().replace(b'"disks": {}', b'"disks": []'),
     ],
 )
 def test_anything_else_is_no_announcement(raw):
@@ -66,9 +77,12 @@ def make(tmp_path, name: str) -> NodeDir:
 def test_a_sweep_removes_the_dead_with_their_segments_and_leaves_the_living(tmp_path):
     make(tmp_path, "dead")
     alive = make(tmp_path, "alive")
+    for name in ("dead", "alive"):  # what they have on disk
+        (tmp_path / f"{name}.table").touch()
     lock = try_lock(alive.lock)
     assert sweep(tmp_path) == ["dead"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["alive.data", "alive.head", "nodes"]
+    left = ["alive.data", "alive.head", "alive.table", "nodes"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
     assert [d.name for d in node_dirs(tmp_path)] == ["alive"]
     lock.release()
 
@@ -129,13 +143,14 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "directory", "socket", "without end"])
-@pytest.mark.parametrize("name", ASKS)
+@each("kind", ["pipe", "link to a pipe", "directory", "socket", "without end"])
+@each("name", ASKS)
 def test_whatever_the_owner_of_a_shared_directory_puts_there_nobody_waits_for_it(
     name, kind, tmp_path
 ):
     """Its clients may be another user's (node/control/permissions.py)."""
-    one = NodeDir(tmp_path, "n")
+    run_dir = tmp_path / f"{name} is a {kind}"
+    one = NodeDir(run_dir, "n")
     one.path.mkdir(parents=True)
     one.lock.touch()
     place = one.path / name
@@ -143,8 +158,8 @@ def test_whatever_the_owner_of_a_shared_directory_puts_there_nobody_waits_for_it
     if kind == "pipe":
         os.mkfifo(place)
     elif kind == "link to a pipe":
-        os.mkfifo(tmp_path / "pipe")
-        place.symlink_to(tmp_path / "pipe")
+        os.mkfifo(run_dir / "pipe")
+        place.symlink_to(run_dir / "pipe")
     elif kind == "directory":
         place.mkdir()
     elif kind == "socket":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from clocks import died_ago, lives_now
+from each_input import each
 from stores import announcement
 
 from kvstore import nodedir
@@ -55,7 +56,7 @@ def open_umask() -> Iterator[None]:
 # --- announcements ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"version": VERSION + 1},
@@ -75,7 +76,7 @@ def test_a_word_with_a_field_of_another_type_is_no_announcement(changes: dict[st
     assert Announcement.unpack(json.dumps({**FIELDS, **changes}).encode()) is None
 
 
-@pytest.mark.parametrize("raw", [b"[5]", b'"version"', b"5", b"null", b"{", b"[" * 100_000])
+@each("raw", [b"[5]", b'"version"', b"5", b"null", b"{", b"[" * 100_000])
 def test_what_is_no_object_is_nobodys_word(raw: bytes) -> None:
     assert Announcement.unpack(raw) is None
     assert stranger(raw) is None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from own_python import printed
 
 from kvstore import DeadlineError, UsageError, weights, weights_fingerprint
 
@@ -59,14 +58,8 @@ def test_two_paths_with_the_same_files_have_one_fingerprint(model: Path, tmp_pat
 def test_another_process_with_another_hash_seed_comes_to_the_same(model: Path) -> None:
     code = "import sys; from kvstore import weights_fingerprint as f; print(f(sys.argv[1]))"
     for seed in ("1", "2"):
-        out = subprocess.run(
-            [sys.executable, "-c", code, str(model)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert out.stdout.strip() == weights_fingerprint(model)
+        out = printed(code, str(model), env={**os.environ, "PYTHONHASHSEED": seed})
+        assert out.strip() == weights_fingerprint(model)
 
 
 def change_a_tensor(model: Path) -> None:

@@ -1,17 +1,18 @@
 """A handler of signals closes the client in the middle of what it interrupts: nothing hangs."""
 
 import contextlib
-import os
 import signal
-import traceback
 
 import pytest
+from own_python import holds_in_child
 from redis_servers import wait_until
+from stores import node_stats
 
 from kvstore import Client, KVStoreError
-from kvstore.client.local.control import ControlChannel
-from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.local.writer import Writer
+from kvstore.client.nodes.control import ControlChannel
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.saving.link import NodeLink
+from kvstore.client.nodes.saving.writer import Writer
 
 
 def put(client: Client) -> None:
@@ -27,10 +28,10 @@ def unpin(client: Client) -> None:
 
 
 POINTS = {
-    "the search for nodes": (LocalNodes, "writables", put),
+    "the search for nodes": (NodeDirectory, "writables", put),
     "a new link": (Writer, "_joined", put),
-    "a new mapping": (LocalNodes, "_add", get),
-    "the end of a pin": (Writer, "_told", unpin),
+    "a new mapping": (NodeDirectory, "_add", get),
+    "the end of a pin": (NodeLink, "give_up", unpin),
     "its end over the connection": (ControlChannel, "_send", unpin),
 }
 
@@ -41,20 +42,9 @@ def test_a_handler_that_closes_the_client_ends_and_so_does_what_it_interrupts(no
     owner, name, call = POINTS[point]
     with Client(**node.client_options) as first:
         first.put("k", b"1" * 100_000)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)
-            code = 0 if closed_within(node, owner, name, call) else 2
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert holds_in_child(lambda: closed_within(node, owner, name, call))
     with Client(**node.client_options) as other:
-        wait_until(lambda: other.stats()["node"]["pinned"] == 0, "its pins are gone")
+        wait_until(lambda: node_stats(other)["pinned"] == 0, "its pins are gone")
 
 
 def closed_within(node, owner: type, name: str, call) -> bool:

@@ -11,8 +11,9 @@ from redis_servers import wait_until
 from stores import NodeProcess
 from warm_processes import WarmProcess
 
-from kvstore import BlockSession, PutStatus
+from kvstore import PutStatus
 from kvstore.client.base import Reservation
+from kvstore.spi import BlockSession
 
 KEY = b"k" * 32
 LENGTH = 100_000

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis_servers import wait_until
-from stores import NodeProcess
+from stores import NodeProcess, node_stats
 
 import kvstore
 from kvstore import Client
+from kvstore.client.nodes.saving.link import NodeLink
 from kvstore.client.pins import Pins
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def at_instructions(number: int, of: Callable[..., Any]) -> Iterator[Interruptio
 def await_nothing_held(other: Client, what: str, where: str) -> None:
     gc.collect()
     deadline = time.monotonic() + FREE_WITHIN_S
-    while (count := other.stats()["node"][what]) != 0:
+    while (count := node_stats(other)[what]) != 0:
         assert time.monotonic() < deadline, f"{count} {what} after the {where}"
         time.sleep(0.02)
 
@@ -127,6 +128,19 @@ def test_an_interrupted_put_many_leaves_its_keys_free_for_others(
         await_nothing_held(other, "reserved", tried.where)
         for key in keys:
             assert other.put(key, VALUE), f"{key} after the {tried.where}"
+
+
+@pytest.mark.long
+def test_puts_interrupted_at_each_instruction_of_taking_a_grant_free_their_slots(
+    client: Client, other: Client
+) -> None:
+    client.put("warm", b"1")
+    number, tried = 0, Interruption(0)
+    while tried.left <= 0:
+        number += 1
+        with at_instructions(number, NodeLink._granted) as tried:
+            client.put_many({f"{number}-{i}": VALUE for i in range(3)})
+    await_nothing_held(other, "reserved", f"{number} instructions of NodeLink._granted")
 
 
 @pytest.mark.long
@@ -278,13 +292,13 @@ def test_ctrl_c_at_a_prompt_frees_the_keys_though_the_client_is_idle(
     roomy: NodeProcess, prompt: Prompt, when: str
 ) -> None:
     with Client(**roomy.client_options) as other:
-        assert other.stats()["node"]["reserved"] == 0
+        assert node_stats(other)["reserved"] == 0
         if when == "it has slots":
             prompt.type(
                 "for i in itertools.count(): _ = c.put_many({f'{i}-{j}': v for j in 'abcd'})"
             )
             prompt.type("")
-            wait_until(lambda: other.stats()["node"]["reserved"] > 0, "it copies")
+            wait_until(lambda: node_stats(other)["reserved"] > 0, "it copies")
             prompt.press_ctrl_c()
             prompt.hear(b"KeyboardInterrupt")
         else:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-import os
 import resource
 import signal
 import threading
 
 import pytest
+from own_python import holds_in_child
+from stores import node_stats
 
 from kvstore import AsyncClient, Client, PutStatus
 from kvstore.protocol.control import Op
@@ -18,7 +19,7 @@ def test_without_file_descriptors_what_is_mapped_is_read_and_the_rest_is_a_miss(
 ):
     client.put("k", b"1" * 100_000)
     assert client.get("k") is not None
-    monkeypatch.setattr("kvstore.client.local.nodes.ALIVE_CHECK_S", 0.0)
+    monkeypatch.setattr("kvstore.client.nodes.directory.HERE_BELIEVED_S", 0.0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -36,13 +37,7 @@ def test_a_child_that_reads_says_nothing_over_its_parents_connection(client):
     client.put("k", b"1")
     control = client.session.writer.link().control
     assert control.say(Op.TOUCH, b"")
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if client.get("k") == b"1" and not control.say(Op.TOUCH, b"") else 2)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert holds_in_child(lambda: client.get("k") == b"1" and not control.say(Op.TOUCH, b""))
 
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -86,18 +81,10 @@ def test_a_child_closes_its_client_whatever_locks_the_parents_threads_held(clien
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(30)
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(20)
-            client.close()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
+    closed = holds_in_child(lambda: client.close() is None)
     done.set()
     thread.join()
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert closed
     assert client.get("k") == b"1"
 
 
@@ -106,16 +93,7 @@ def test_a_child_that_closes_its_parents_client_takes_nothing_from_it(client, no
     leases = list(node.directory.leases.iterdir())
     assert leases
     with client.session.writer.link().control._lock:  # as a thread that waits for an answer has it
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(30)
-                client.close()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert holds_in_child(lambda: client.close() is None)
     assert list(node.directory.leases.iterdir()) == leases
     assert client.get("k") == bytes(100_000)
 
@@ -137,7 +115,7 @@ def test_a_pin_that_comes_after_its_call_was_cancelled_is_not_kept(client, node)
             finally:
                 node.signal(signal.SIGCONT)
             await other.stats()  # after it, on the same connection
-            while client.stats()["node"]["pinned"]:
+            while node_stats(client)["pinned"]:
                 await asyncio.sleep(0.01)
             assert kept.tb
 
@@ -147,7 +125,8 @@ def test_a_pin_that_comes_after_its_call_was_cancelled_is_not_kept(client, node)
 def test_a_closed_client_holds_nothing_whatever_its_other_threads_still_ask_for(node):
     client = Client(**node.client_options)
     client.put("k", bytes(100_000))
-    open_index, client.session._opened.close = client.session._opened.close, lambda: None
+    opened = client.session._opened
+    open_index, opened.close = opened.close, lambda: None
     client.close()  # as far as that: the index is the last
     client._closed = False  # as for calls that had begun before
     assert client.put("j", bytes(100_000)).status is PutStatus.REJECTED

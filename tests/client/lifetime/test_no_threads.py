@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stores import NodeProcess
+from stores import NodeProcess, node_stats
 from two_hosts import PATIENT, SECURITY, client_of
 
 from kvstore import AsyncClient, Client, PeerError
@@ -33,7 +33,7 @@ def test_every_call_works_without_a_thread(client: Client) -> None:
     assert client.exists("a")
     with client.pin("a") as pinned:
         assert pinned.buffer == VALUE
-    assert client.stats()["node"]["pinned"] == 0
+    assert node_stats(client)["pinned"] == 0
     assert client.delete("a")
     assert client.clear()
     assert client.health()

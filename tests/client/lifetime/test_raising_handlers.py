@@ -14,8 +14,9 @@ from signal_handlers import ERRORS, handling, raising, signals_in
 from stores import NodeProcess  # noqa: TC002
 
 from kvstore import Client
-from kvstore.client.local.control import ControlChannel
-from kvstore.client.local.writer import Writer
+from kvstore.client.nodes.control import ControlChannel
+from kvstore.client.nodes.saving.link import NodeLink
+from kvstore.client.nodes.saving.writer import Writer
 from kvstore.index.redis.connection import Link
 from kvstore.types import Value
 
@@ -35,11 +36,11 @@ def pin(client: Client) -> object:
 
 
 POINTS = [
-    (Link, "_exchange", get),
+    (Link, "_replies", get),
     (ControlChannel, "_messages", put),
     (ControlChannel, "_accept", put),
     (ControlChannel, "_accept", pin),
-    (Writer, "_granted", put),
+    (NodeLink, "_granted", put),
     (Writer, "_pinned", pin),
 ]
 

@@ -4,7 +4,8 @@ import os
 
 from stores import NodeProcess
 
-from kvstore import Client, Explanation, Missing, Namespace
+from kvstore import Client, Explanation, Namespace
+from kvstore.spi import Missing
 
 TOKENS = range(64)
 BLOCK_TOKENS = 16

@@ -12,10 +12,10 @@ import sys
 
 from explain_parts import BLOCK_TOKENS, FIELDS, TOKENS, fresh, save, why
 from redis_servers import wait_until
-from stores import MIB, PATIENT, NodeProcess
+from stores import MIB, PATIENT, NodeProcess, node_stats
 
 from kvstore import Explanation, MissReason, Namespace
-from kvstore.client.missing.explanation import ABSENT_FIELD, FieldDifference, ago
+from kvstore.client.explanation import ABSENT_FIELD, FieldDifference, ago
 from kvstore.index.open import open_guarded
 from kvstore.index.redis.key_space import KeySpace
 from kvstore.node import Node, NodeConfig
@@ -28,7 +28,7 @@ def spread(node: NodeProcess) -> None:
 
     def settled() -> bool:
         with fresh(node) as client:
-            return client.stats()["node"]["removals_pending"] == 0
+            return node_stats(client)["removals_pending"] == 0
 
     wait_until(settled, "removals are through")
     admin.close()
@@ -208,6 +208,7 @@ def test_only_the_last_so_many_departures_are_remembered_and_it_says_how_far_bac
                 MissReason.DELETED,
             ]
             assert "as far back as they remember" in str(reasons[0])
+            assert str(reasons[0]).endswith("is not known any more")
         opened.close()
 
 

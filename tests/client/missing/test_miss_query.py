@@ -1,7 +1,7 @@
 """What is looked for in place of a missing block or value."""
 
 from kvstore import Namespace
-from kvstore.client.missing.explanation import FieldDifference
+from kvstore.client.explanation import FieldDifference
 from kvstore.client.missing.miss_query import BLOCK_TOKENS_TRIED, about_block, about_value
 
 HERE, THERE = Namespace({"model": "m", "layers": 4}), Namespace({"model": "m", "layers": 5})

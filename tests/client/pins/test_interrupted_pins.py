@@ -7,10 +7,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from stores import node_stats
 
 from kvstore.client import pins
-from kvstore.client.local import link, writer
-from kvstore.client.local.control import ControlChannel
+from kvstore.client.nodes.control import ControlChannel
+from kvstore.client.nodes.saving import link, writer
 from kvstore.client.pins import HeldPin, Pins
 from kvstore.record import pack_place
 
@@ -23,7 +24,7 @@ class SignalledError(Exception):
 
 
 def pinned(client):
-    return client.stats()["node"]["pinned"]
+    return node_stats(client)["pinned"]
 
 
 @pytest.mark.parametrize("many", [False, True])

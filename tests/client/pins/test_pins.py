@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 from redis_servers import wait_until
+from stores import node_stats
 
 from kvstore import Client, UsageError
 
@@ -52,7 +53,7 @@ def evict_everything(client):
 
 
 def pinned(client):
-    return client.stats()["node"]["pinned"]
+    return node_stats(client)["pinned"]
 
 
 def ends(client):
@@ -166,8 +167,8 @@ def test_a_reservation_does_not_outlive_a_close_because_of_a_view(node, client):
         other.put("k", VALUE)
         view = other.pin("k").numpy()
         other.session.reserve([b"r" * 32], MIB, 1)
-        assert client.stats()["node"]["reserved"] == 1
-    wait_until(lambda: client.stats()["node"]["reserved"] == 0, "it is given back")
+        assert node_stats(client)["reserved"] == 1
+    wait_until(lambda: node_stats(client)["reserved"] == 0, "it is given back")
     assert pinned(client) == 1
     del view
 

@@ -5,6 +5,7 @@ import queue
 import threading
 
 import pytest
+from own_python import holds_in_child
 
 from kvstore.client.pins import HeldPin, Pins
 from kvstore.errors import NodeUnavailableError
@@ -57,6 +58,18 @@ class Wakes:
         pass
 
 
+def runs(pins, *steps):
+    """Be its thread, which is woken by these steps; return those that it did not take."""
+    pins._thread, pins._wake = threading.current_thread(), Wakes(*steps)
+    pins._run()
+    return pins._wake.steps
+
+
+def wakes(pins):
+    """How often its thread is to be woken."""
+    return pins._wake.qsize()
+
+
 def idle():
     raise queue.Empty
 
@@ -79,11 +92,11 @@ def starts(monkeypatch):
 
 
 def test_a_pin_ends_with_the_last_view_by_a_thread_that_keeps_no_process():
-    ended = Ended()
+    ended, before = Ended(), set(threading.enumerate())
     pins = pins_of(ended)
     memory = hold(pins, ended, PIN)
     assert bytes(memory) == bytes(VALUE)
-    assert pins._thread.daemon
+    assert [thread.daemon for thread in {*threading.enumerate()} - before] == [True]
     view = memoryview(memory)[2:4]
     del memory
     pins.settle()
@@ -94,12 +107,10 @@ def test_a_pin_ends_with_the_last_view_by_a_thread_that_keeps_no_process():
 
 
 def test_one_thread_serves_all_pins():
-    ended = Ended()
+    ended, before = Ended(), threading.active_count()
     pins = pins_of(ended)
-    memories = [hold(pins, ended, PIN)]
-    first = pins._thread
-    memories.append(hold(pins, ended, OTHER))
-    assert pins._thread is first
+    memories = [hold(pins, ended, PIN), hold(pins, ended, OTHER)]
+    assert threading.active_count() == before + 1, len(memories)
 
 
 def test_a_thread_that_could_not_be_started_is_tried_again_with_the_next_pin(starts):
@@ -114,7 +125,7 @@ def test_who_drops_a_view_wakes_the_thread_and_takes_no_step_itself(starts):
     pins = pins_of(ended)
     memory = hold(pins, ended, PIN)
     del memory
-    assert (pins._wake.qsize(), ended.calls) == (1, 0)
+    assert (wakes(pins), ended.calls) == (1, 0)
 
 
 def test_who_closes_a_pin_ends_it_himself_and_wakes_nobody(starts):
@@ -123,10 +134,11 @@ def test_who_closes_a_pin_ends_it_himself_and_wakes_nobody(starts):
     held = [hold(pins, ended, PIN), hold(pins, ended, OTHER)]
     with pins.closing():
         held.pop()
-        assert ended == []
-    assert (ended, pins._wake.qsize()) == ([OTHER], 0)
+    assert wakes(pins) == 0
+    pins.settle()
+    assert ended == [OTHER]
     held.pop()
-    assert pins._wake.qsize() == 1
+    assert wakes(pins) == 1
 
 
 def test_where_no_pin_has_ended_the_node_is_told_nothing(starts):
@@ -157,9 +169,7 @@ def test_another_process_lets_nothing_go(starts, monkeypatch):
 def test_the_thread_ends_when_nothing_has_been_held_for_a_while():
     ended = Ended()
     pins = pins_of(ended)
-    pins._thread = threading.current_thread()
-    pins._wake = Wakes(idle)
-    pins._run()
+    assert runs(pins, idle) == []
     assert pins._thread is None
 
 
@@ -167,10 +177,8 @@ def test_the_thread_stays_as_long_as_a_pin_is_held(starts):
     ended = Ended()
     pins = pins_of(ended)
     held = [hold(pins, ended, PIN)]
-    pins._wake = Wakes(idle, held.clear, idle)
-    pins._run()
+    assert runs(pins, idle, held.clear, idle) == []
     assert ended == [PIN]
-    assert pins._wake.steps == []
 
 
 def test_the_thread_stays_until_what_has_ended_is_let_go(starts):
@@ -186,10 +194,9 @@ def test_the_thread_stays_until_what_has_ended_is_let_go(starts):
 
     pins = Pins(second_time, lambda: [ended.held])
     hold(pins, ended, PIN)
-    pins._wake = Wakes(nothing, idle, idle)
     with pytest.raises(KeyboardInterrupt):
-        pins._run()
-    pins._run()
+        runs(pins, nothing)
+    runs(pins, idle, idle)
     assert let_go == [1, 1]
     assert ended == [PIN]
     assert pins._thread is None
@@ -216,11 +223,11 @@ def test_a_forked_child_keeps_nothing_of_what_had_ended_and_no_lock(starts):
     pins = pins_of(ended)
     hold(pins, ended, PIN)
     assert len(pins.dropped) == 1
-    locks = (pins._lock, pins._settling)
-    with pins._lock, pins._settling:
-        child = os.fork()
-        if child == 0:
-            empty = not pins.dropped
-            os._exit(0 if empty and pins._lock not in locks and pins._settling not in locks else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lock, settling = pins._lock, pins._settling
+
+    def fresh():
+        return not pins.dropped and pins._lock is not lock and pins._settling is not settling
+
+    with lock, settling:
+        assert holds_in_child(fresh)
     assert len(pins.dropped) == 1

@@ -11,8 +11,9 @@ import pytest
 from redis_servers import RedisServer
 from stores import PATIENT, NodeProcess
 
-from kvstore import BlockSession, MissReason
+from kvstore import MissReason
 from kvstore.client.block_lookup import found_here
+from kvstore.spi import BlockSession
 from kvstore.types import Key
 
 SIGNING_KEY = "thirty-two random characters.."

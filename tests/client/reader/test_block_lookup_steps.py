@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from batch_readers import READERS, reader_of
-from reader_parts import AWAY, HERE, KEY, SIGNER, Counting, Nodes, Remote, key_of, save
+from reader_parts import AWAY, HERE, KEY, SIGNER, Counting, Nodes, Remote, key_of, readable, save
+from segment_bytes import head_of
 from stores import announcement
 
 from kvstore import MissReason
@@ -63,10 +64,9 @@ class Lookups:
         nodes.machine = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
         self.nodes = nodes
         self.index = Questions(options.get("answers", float("inf")))
-        self.remote = Remote()
-        self.reader = Reader(self.index, nodes, self.remote, signer=signer)  # type: ignore[arg-type]
-        parts = (self.index, nodes, options.get("remote", self.remote), self.reader, signer)
-        self.lookup = BlockLookup(*parts, index_timeout_s=0.5)
+        self.remote = options.get("remote") or Remote()
+        self.reader = Reader(self.index, readable(nodes, self.remote), signer=signer)
+        self.lookup = BlockLookup(self.index, self.reader, signer, index_timeout_s=0.5)
 
     def publish(self, where: dict[Key, Any]) -> None:
         """Locations, or records as they are."""
@@ -202,7 +202,7 @@ def test_a_damaged_header_or_one_that_leads_out_of_its_segment_is_passed_over(
     save(owned, key=KEYS[0], slot_id=1)
     save(owned, granule, key=KEYS[1], slot_id=2)
     save(owned, key=KEYS[2], slot_id=4)
-    owned._head[4096 + 64 + 60] ^= 1
+    head_of(owned)[4096 + 64 + 60] ^= 1
     found = list(found_here(nodes, None, KEYS))  # type: ignore[arg-type]
     assert [one is not None for one in found] == [False, False, True, False, False]
 
@@ -370,7 +370,8 @@ def test_dead_nodes_of_this_host_are_looked_for_before_records_are_believed(
 
 
 def test_without_other_hosts_only_what_is_mapped_is_in_reach(nodes: Nodes) -> None:
-    lookups = Lookups(nodes, remote=None)
+    lookups = Lookups(nodes)
+    lookups.remote.reached = False
     lookups.publish({KEYS[0]: AWAY, KEYS[1]: HERE})
     assert lookups.found(KEYS[:2]) == ([False, True], None)
 
@@ -460,13 +461,25 @@ def test_out_of_reach_comes_before_a_signature_that_is_wrong_later(nodes: Nodes)
 def test_a_block_lies_in_vram_on_this_host_or_elsewhere_by_the_start_that_its_record_names(
     nodes: Nodes,
 ) -> None:
-    nodes.mapped_start = lambda *start: start == (7, 1)  # type: ignore[attr-defined]
-    remote = Remote()
-    remote.vram = SimpleNamespace(known=lambda *start: start == (8, 1))  # type: ignore[attr-defined]
     places = [AWAY, HERE, AWAY._replace(epoch=2), HERE._replace(node_id=9), AWAY]
+    places += [HERE._replace(segment=1), AWAY._replace(segment=16, epoch=3)]
     refs = [BlockRef(KEY, pack_record(KEY, at)) for at in places]
     expected = [Tier.VRAM, Tier.HOST, Tier.OTHER_HOST, Tier.OTHER_HOST, Tier.VRAM]
-    assert Lookups(nodes, remote=remote).lookup.tiers(refs) == expected
-    for nowhere in (SimpleNamespace(vram=None), None):
-        without = [Tier.HOST if one is Tier.HOST else Tier.OTHER_HOST for one in expected]
-        assert Lookups(nodes, remote=nowhere).lookup.tiers(refs) == without
+    expected += [Tier.DISK, Tier.OTHER_HOST]
+    nodes.in_vram = {(8, 1): Remote().word}
+    assert Lookups(nodes).lookup.tiers(refs) == expected
+    nodes.in_vram = {}
+    here = (Tier.HOST, Tier.DISK)
+    without = [one if one in here else Tier.OTHER_HOST for one in expected]
+    assert Lookups(nodes).lookup.tiers(refs) == without
+
+
+def test_a_source_is_the_memory_of_this_host_or_one_start_of_a_node_elsewhere(nodes: Nodes) -> None:
+    nodes.in_vram = {(8, 1): Remote().word}
+    places = [AWAY, HERE, HERE._replace(node_id=9), HERE._replace(node_id=9, epoch=2)]
+    refs = [BlockRef(KEY, pack_record(KEY, at)) for at in places]
+    vram, host, one, restarted = Lookups(nodes).lookup.sources(refs)
+    assert (vram, host) == ("vram", "host")
+    assert one.startswith("other_host:")
+    assert restarted.startswith("other_host:")
+    assert one != restarted

@@ -1,6 +1,6 @@
 """Somebody of this user cuts the file of a segment: whoever notices in time is no bug of ours.
 
-A process that touches what is gone ends by SIGBUS (docs/decisions/0061). What is mapped in one go,
+A process that touches what is gone ends by SIGBUS (docs/decisions/0103). What is mapped in one go,
 before a large block is read or written, fails instead: it is a miss, or a rejected value.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from redis_servers import RedisServer, wait_until
-from stores import MIB, NodeProcess
+from stores import MIB, NodeProcess, node_stats
 
 from kvstore import Client, PutStatus
 from kvstore.segment import attached
@@ -36,14 +36,14 @@ def test_a_value_whose_slot_is_gone_is_rejected_and_its_slot_given_back(node: No
     with Client(**node.client_options) as other:
         with Client(**node.client_options) as client:
             assert client.put("opens the link", b"small")
-            assert other.stats()["node"]["reserved"] == 0
+            assert node_stats(other)["reserved"] == 0
             cut(node, 0)
             for _ in range(20):
                 result = client.put("k", LARGE)
                 assert result.status is PutStatus.REJECTED
                 assert "cut" in result.reason
-            assert other.stats()["node"]["reserved"] <= 1, "until the client connects again"
-        wait_until(lambda: other.stats()["node"]["reserved"] == 0, "the slot is given back")
+            assert node_stats(other)["reserved"] <= 1, "until the client connects again"
+        wait_until(lambda: node_stats(other)["reserved"] == 0, "the slot is given back")
 
 
 def test_a_block_whose_bytes_are_gone_is_a_miss(node: NodeProcess) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from damage import flip
 from redis_servers import RedisServer, wait_until
-from stores import NodeProcess
+from stores import NodeProcess, node_stats
 
 from kvstore import Client, MissReason, Namespace, UsageError
 from kvstore.index.base import KeyRecord
@@ -41,7 +41,7 @@ def test_a_flipped_bit_is_a_miss_and_the_node_drops_the_block(
     flip(careful, careful.namespace.value_key("k"), rng)
     assert careful.get("k") is None
     assert careful.stats()["missed"]["corrupt"] >= 1
-    wait_until(lambda: careful.stats()["node"]["corrupt"] == 1, "the node dropped it")
+    wait_until(lambda: node_stats(careful)["corrupt"] == 1, "the node dropped it")
     assert not careful.exists("k")
     missing = careful.explain_key("k").first_missing
     assert missing is not None
@@ -68,7 +68,7 @@ def test_a_bit_flipped_in_the_file_of_a_node_that_was_down_is_a_miss_too(
     wait_until(lambda: careful.get("k100") is not None, "its blocks are there again")
     assert careful.get_many(list(values)) == [values["k100"], None, values["k1000000"]]
     assert careful.stats()["missed"]["corrupt"] >= 1
-    wait_until(lambda: careful.stats()["node"]["corrupt"] == 1, "the node dropped it")
+    wait_until(lambda: node_stats(careful)["corrupt"] == 1, "the node dropped it")
 
 
 def test_every_way_of_reading_sees_it(node: NodeProcess, careful: Client) -> None:
@@ -91,7 +91,7 @@ def test_every_way_of_reading_sees_it(node: NodeProcess, careful: Client) -> Non
     (found,) = careful.session.lookup([raw_key])
     assert found is not None
     assert careful.session.view(found) is None
-    wait_until(lambda: careful.stats()["node"]["corrupt"] == 5, "the node dropped them all")
+    wait_until(lambda: node_stats(careful)["corrupt"] == 5, "the node dropped them all")
 
 
 def test_a_client_that_lies_about_damage_drops_nothing(node: NodeProcess, careful: Client) -> None:
@@ -99,7 +99,7 @@ def test_a_client_that_lies_about_damage_drops_nothing(node: NodeProcess, carefu
     assert careful.put("k", value)
     control = careful.session.writer.link().control
     control.say(Op.SUSPECT, careful.namespace.value_key("k"))
-    assert careful.stats()["node"]["corrupt"] == 0
+    assert node_stats(careful)["corrupt"] == 0
     assert careful.get("k") == value
 
 

@@ -12,22 +12,13 @@ import pytest
 from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess, announcement
 
-from kvstore import (
-    Client,
-    Holder,
-    HolderRun,
-    HolderRuns,
-    Holders,
-    Limits,
-    Locator,
-    MissReason,
-    UsageError,
-)
+from kvstore import Client, Limits, MissReason, UsageError
 from kvstore.client import locator as locator_module
-from kvstore.client.remote import node_directory
+from kvstore.client.nodes import directory as node_directory
 from kvstore.index.memory import MemoryIndex
 from kvstore.index.redis.index import open_index
 from kvstore.record import RecordSigner, pack_record
+from kvstore.spi import Holder, HolderRun, HolderRuns, Holders, Locator
 from kvstore.types import Location
 
 BLOCK_TOKENS = 16
@@ -123,6 +114,11 @@ def test_an_index_that_is_away_is_an_empty_run_in_time(elsewhere: Path) -> None:
         assert time.monotonic() - started < 10
 
 
+def asks(locator: Locator, index: MemoryIndex) -> None:
+    """Have it ask that index."""
+    locator._index = locator._nodes._index = index  # type: ignore[assignment]
+
+
 def located(
     tmp_path: Path, present: dict[int, int], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, MissReason | None]:
@@ -139,7 +135,7 @@ def located(
         ]
     )
     with Locator("redis://127.0.0.1:1", run_dir=tmp_path) as locator:
-        locator._index = locator._nodes._index = index
+        asks(locator, index)
         holders = locator.leading(names)
     return len(holders), holders.short
 
@@ -173,7 +169,7 @@ def test_with_a_signing_key_an_unsigned_record_has_no_holder(
     signed = [signer.signed(*pair) for pair in zip(names, records, strict=True)]
     index.publish(list(zip(names, [signed[0], records[1], signed[2]], strict=True)))
     with Locator("redis://127.0.0.1:1", run_dir=tmp_path, signing_key=secret) as locator:
-        locator._index = locator._nodes._index = index
+        asks(locator, index)
         assert len(locator.leading(names)) == 1
 
 
@@ -184,7 +180,7 @@ def test_a_damaged_record_has_no_holder(tmp_path: Path) -> None:
     index.announce(7, announcement(node_id=7, epoch=2).pack(), 60.0)
     index.publish([(name, record[:-1] + bytes([record[-1] ^ 1]))])
     with Locator("redis://127.0.0.1:1", run_dir=tmp_path) as locator:
-        locator._index = locator._nodes._index = index
+        asks(locator, index)
         run = locator.leading([name])
     assert (run, run.short) == ([], MissReason.NODE_DEAD)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reader_parts import AWAY, HERE, KEY, SIGNER, Counting, ReaderOf, Remote, save
+from reader_parts import AWAY, HERE, KEY, SIGNER, Counting, ReaderOf, save
 from stores import announcement
 
 from kvstore.client.block_lookup import BlockLookup, found_here
-from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.nodes.directory import NodeDirectory
 from kvstore.index.base import KeyRecord
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import BATCH_KEYS_MAX
@@ -42,12 +42,10 @@ def test_each_key_of_a_long_search_is_looked_up_once(reader_of: ReaderOf) -> Non
 
 
 @pytest.mark.parametrize("hole", [0, BATCH_KEYS_MAX - 1, BATCH_KEYS_MAX, 2 * BATCH_KEYS_MAX])
-def test_a_run_ends_at_its_first_hole_wherever_that_is(
-    nodes: Any, reader_of: ReaderOf, hole: int
-) -> None:
+def test_a_run_ends_at_its_first_hole_wherever_that_is(reader_of: ReaderOf, hole: int) -> None:
     keys, index = many()
     index.remove([KeyRecord(keys[hole], pack_record(keys[hole], AWAY))])
-    lookup = BlockLookup(index, nodes, Remote(), reader_of(index), None, 1.0)  # type: ignore[arg-type]
+    lookup = BlockLookup(index, reader_of(index), None, 1.0)
     assert len(lookup.match(keys, None)) == hole
 
 
@@ -116,7 +114,7 @@ def test_a_segment_of_another_start_than_its_node_announces_is_not_mapped(
         word = living.announcement()
         assert word is not None
         living.announce(dataclasses.replace(word, node_id=node_id, epoch=epoch))
-        nodes = LocalNodes(tmp_path, MemoryIndex(), "kv:t")
+        nodes = NodeDirectory(tmp_path, MemoryIndex(), "kv:t")
         return nodes.segment(node_id, epoch, 0.0) is not None
 
     assert mapped(7, 1)
@@ -126,8 +124,8 @@ def test_a_segment_of_another_start_than_its_node_announces_is_not_mapped(
 
 def test_only_a_node_that_the_index_knows_is_written_to(tmp_path: Path, living: NodeDir) -> None:
     index = MemoryIndex()
-    nodes = LocalNodes(tmp_path, index, "kv:t")
+    nodes = NodeDirectory(tmp_path, index, "kv:t")
     assert nodes.writables() == []
     index.announce(7, b"{}", 60.0)
     assert [directory.name for _, directory in nodes.writables()] == ["n"]
-    assert LocalNodes(tmp_path, index, "kv:another").writables() == []
+    assert NodeDirectory(tmp_path, index, "kv:another").writables() == []

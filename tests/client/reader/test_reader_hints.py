@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from reader_parts import readable
+from segment_bytes import head_of, hints_in_head
 
 from kvstore.client.reader import Reader
 from kvstore.core.events import Fill, Mark, Seal
@@ -34,9 +36,12 @@ class Nodes:
     machine = REAL
 
     def __init__(self, shm):
-        self.mapped = (SimpleNamespace(shm=shm, gone=False),)
+        self.mapped = (SimpleNamespace(shm=shm, gone=False, disks=None),)
 
     def check(self, now):
+        pass
+
+    def only_others(self):
         pass
 
     def map_ours(self, now):
@@ -54,8 +59,13 @@ def owned(tmp_path):
 
 
 @pytest.fixture
-def reader(owned):
-    return Reader(NoIndex(), Nodes(AttachedShm(owned.data_path, owned.head_path)))
+def index():
+    return NoIndex()
+
+
+@pytest.fixture
+def reader(owned, index):
+    return Reader(index, readable(Nodes(AttachedShm(owned.data_path, owned.head_path))))
 
 
 def key_of(hint: int, name: bytes = b"a") -> bytes:
@@ -68,19 +78,19 @@ def save(segment, slot_id, key, value=VALUE, granule=0):
     segment.apply(Seal(slot_id, 1, key, len(value), granule, 1, 0, 0, 0))
 
 
-def test_a_sealed_block_is_found_without_the_index(owned, reader):
+def test_a_sealed_block_is_found_without_the_index(owned, reader, index):
     save(owned, 3, key_of(9))
     (place,) = reader.search([key_of(9)])
     assert bytes(place.buffer) == VALUE
     assert place.valid()
-    assert reader._index.asked == 0
+    assert index.asked == 0
 
 
-def test_the_index_is_asked_for_what_is_not_here(owned, reader):
+def test_the_index_is_asked_for_what_is_not_here(owned, reader, index):
     save(owned, 3, key_of(9))
     places = reader.search([key_of(9), key_of(10)])
     assert [place is not None for place in places] == [True, False]
-    assert reader._index.asked == 1
+    assert index.asked == 1
 
 
 def test_the_hint_of_a_block_that_is_gone_leads_nowhere(owned, reader):
@@ -89,12 +99,12 @@ def test_the_hint_of_a_block_that_is_gone_leads_nowhere(owned, reader):
     assert reader.search([key_of(9)]) == [None]
 
 
-def test_two_keys_with_one_hint_are_both_found(owned, reader):
+def test_two_keys_with_one_hint_are_both_found(owned, reader, index):
     save(owned, 3, key_of(9, b"a"), b"a" * 1000)
     save(owned, 4, key_of(9, b"b"), b"b" * 1000)
     found = reader.search([key_of(9, b"a"), key_of(9, b"b")])
     assert [bytes(place.buffer[:1]) for place in found] == [b"a", b"b"]
-    assert reader._index.asked == 0
+    assert index.asked == 0
 
 
 def test_more_keys_with_one_hint_are_never_taken_for_each_other(owned, reader):
@@ -121,7 +131,7 @@ def test_the_first_slot_is_no_block_while_nothing_was_saved(reader):
 def test_a_damaged_header_is_a_miss(owned, reader, offset):
     save(owned, 3, key_of(9))
     start = 4096 + 3 * 64 + offset
-    owned._head[start] ^= 0x40
+    head_of(owned)[start] ^= 0x40
     assert reader.search([key_of(9)]) == [None]
 
 
@@ -132,7 +142,7 @@ def test_a_block_that_would_leave_the_segment_is_a_miss(owned, reader, granule):
 
 
 def test_a_hint_beyond_the_segment_leads_nowhere(owned, reader):
-    owned._hints[hint_of(key_of(9), len(owned._hints))] = 1 << 31
+    hints_in_head(owned)[hint_of(key_of(9), len(hints_in_head(owned)))] = 1 << 31
     assert reader.search([key_of(9)]) == [None]
 
 

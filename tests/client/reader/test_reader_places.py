@@ -20,11 +20,12 @@ from reader_parts import (
     nobody,
     save,
 )
+from segment_bytes import data_of
 
 from kvstore.client import reader as reader_module
 from kvstore.client.health import IndexWatch
+from kvstore.client.nodes.fetch import RemoteBlock
 from kvstore.client.reader import Place
-from kvstore.client.remote.fetch import RemoteBlock
 from kvstore.core.events import Mark
 from kvstore.errors import IndexDeadlineError, IndexUnavailableError
 from kvstore.index.base import KeyRecord
@@ -188,12 +189,12 @@ def test_a_checksum_is_that_of_value_and_description_as_they_lie_or_were_copied(
     assert reader.miss_reasons == {}
     wrong = b"x" + copied[1:]
     assert not place.verified(wrong)
-    owned._data[3 * 4096] ^= 1
+    data_of(owned)[3 * 4096] ^= 1
     assert not place.verified()
     assert place.verified(copied)
     if meta_length:
-        owned._data[3 * 4096] ^= 1
-        owned._data[3 * 4096 + 999] ^= 1
+        data_of(owned)[3 * 4096] ^= 1
+        data_of(owned)[3 * 4096 + 999] ^= 1
         assert not place.verified(copied)
 
 

@@ -19,8 +19,7 @@ from reader_parts import (
 )
 
 from kvstore.client import reader as reader_module
-from kvstore.client.reader import Reader
-from kvstore.client.remote.fetch import RemoteBlock
+from kvstore.client.nodes.fetch import RemoteBlock
 from kvstore.index.memory import MemoryIndex
 from kvstore.limits import VALUE_BYTES_MAX
 from kvstore.record import pack_record
@@ -81,7 +80,7 @@ def test_what_is_in_a_mapped_segment_is_no_block_of_another_host(
 
 
 def test_blocks_of_other_hosts_are_read_in_one_batch_and_the_others_left_as_they_are(
-    owned: OwnedShm, reader_of: ReaderOf, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    owned: OwnedShm, reader_of: ReaderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(owned)
     asked: list[Any] = []
@@ -99,6 +98,4 @@ def test_blocks_of_other_hosts_are_read_in_one_batch_and_the_others_left_as_they
     assert reader.read([place, away, None, away], into, 5.0) == [place, None, None, "the block"]
     assert asked == [([1, 3], into, 5.0, None)]
     assert reader.read([place, None]) == [place, None]
-    alone = Reader(MemoryIndex(), nodes)  # type: ignore[arg-type]
-    assert alone.read([place, away]) == [place, None]
     assert len(asked) == 1

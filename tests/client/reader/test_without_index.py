@@ -14,8 +14,9 @@ import pytest
 from redis_servers import RedisServer, stopped, wait_until
 from stores import NodeProcess
 
-from kvstore import BlockRef, BlockSession, Client, Limits, MissReason
+from kvstore import Client, Limits, MissReason
 from kvstore.client.block_lookup import found_here
+from kvstore.spi import BlockRef, BlockSession
 
 BLOCK_BYTES = 20_000
 QUICK = Limits(redis_timeout_s=1.0, request_timeout_s=10.0)

@@ -11,13 +11,13 @@ def test_close_ends_by_its_deadline_and_leaves_the_descriptor_to_the_thread(monk
     monkeypatch.setattr(listener, "CLOSE_TIMEOUT_S", 0.01)
     release = threading.Event()
     residency = Residency.__new__(Residency)
-    residency._ending = False
-    residency._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    residency._thread = threading.Thread(target=release.wait, args=(30.0,), daemon=True)
-    residency._thread.start()
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+    thread = threading.Thread(target=release.wait, args=(30.0,), daemon=True)
+    residency._ending, residency._wake_fd, residency._thread = False, wake_fd, thread
+    thread.start()
     residency.close()
-    assert residency._thread.is_alive()
-    assert os.eventfd_read(residency._wake_fd) == 1
+    assert thread.is_alive()
+    assert os.eventfd_read(wake_fd) == 1
     release.set()
-    residency._thread.join(10.0)
-    os.close(residency._wake_fd)
+    thread.join(10.0)
+    os.close(wake_fd)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvstore import MissReason, Residency, UsageError
+from kvstore import MissReason, UsageError
 from kvstore.client.residency.view import NodeView
 from kvstore.compiled.key_set import LOOKED_AT_ONCE
 from kvstore.protocol.block_events import Source
+from kvstore.spi import Residency
 
 KEYS = [number.to_bytes(32, "big") for number in range(3 * LOOKED_AT_ONCE)]
 

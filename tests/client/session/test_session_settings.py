@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore import Limits, StreamSecurity, UsageError
-from kvstore.client.local import embedded_node
+from kvstore.client.nodes.saving import embedded_node
 from kvstore.client.session import BlockSession
 from kvstore.config_file import read_config
 from kvstore.index.memory import MemoryIndex
@@ -73,8 +73,8 @@ def test_a_new_session_has_viewed_nothing_and_is_looked_after(made):
 
 
 def test_segments_of_this_host_are_mapped_unless_shm_is_not_among_the_transports(made):
-    assert made().nodes._use
-    assert not made(transports=without(SHM)).nodes._use
+    here, elsewhere = made(), made(transports=without(SHM))
+    assert [session.nodes._use for session in (here, elsewhere)] == [True, False]
 
 
 def test_streams_are_protected_as_given_or_else_as_the_environment_says(made, monkeypatch):
@@ -85,8 +85,8 @@ def test_streams_are_protected_as_given_or_else_as_the_environment_says(made, mo
 
 
 def test_checksums_are_written_where_each_read_is_verified(made):
-    assert made(verify="always").writer._checksums
-    assert not made().writer._checksums
+    always, seldom = made(verify="always"), made()
+    assert [session.writer._checksums for session in (always, seldom)] == [True, False]
 
 
 def test_vram_is_read_by_who_has_a_device_or_knows_who_has_one(made):
@@ -111,10 +111,11 @@ def test_an_embedded_node_is_started_only_without_a_url_or_a_name_and_with_a_siz
         embedded_node, "start_embedded_node", lambda run_dir, **how: started.append((run_dir, how))
     )
     session = made()
-    assert session._node_starter("kv:t", None, SIZE_BYTES, b"key") is None
+    starter = session._node_starter
+    assert starter("kv:t", None, SIZE_BYTES, b"key") is None
     session.embedded = True
-    assert session._node_starter("kv:t", None, None, b"key") is None
-    assert session._node_starter("kv:t", "a name", SIZE_BYTES, b"key") is None
-    session._node_starter("kv:t", None, SIZE_BYTES, b"key")()
+    assert starter("kv:t", None, None, b"key") is None
+    assert starter("kv:t", "a name", SIZE_BYTES, b"key") is None
+    starter("kv:t", None, SIZE_BYTES, b"key")()
     how = {"key_prefix": "kv:t", "size_bytes": SIZE_BYTES, "signing_key": b"key"}
     assert started == [(session.run_dir, how)]

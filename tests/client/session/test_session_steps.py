@@ -6,7 +6,8 @@ import pytest
 
 from kvstore import UsageError
 from kvstore.client.base import BlockRef
-from kvstore.client.remote.fetch import RemoteBlock
+from kvstore.client.nodes.fetch import RemoteBlock
+from kvstore.client.nodes.remote import RemoteNodes
 from kvstore.client.session import BlockSession
 from kvstore.errors import IndexUnavailableError, NodeUnavailableError
 from kvstore.protocol.control_requests import Wants
@@ -51,6 +52,7 @@ def session_of(refs, verify="never", right=True):
     session.verify = verify
     session.viewed = {"hits": 0, "hit_bytes": 0}
     session._now = lambda: NOW
+    session.counted, session._told = {}, {}
     return session
 
 
@@ -120,7 +122,8 @@ def test_read_bytes_are_told_of_each_transport_that_has_counted_some():
     session.viewed["hit_bytes"] = 7
     other = next(name for name, row in TRANSPORTS.items() if row.file)
     vram = SimpleNamespace(counts={"cuda_ipc_bytes": 3})
-    session.remote = SimpleNamespace(counts={f"{other}_bytes": 5, "else": 1}, vram=vram)
+    session.remote = object.__new__(RemoteNodes)
+    session.remote.counts, session.remote.vram = {f"{other}_bytes": 5, "else": 1}, vram
     assert session.read_bytes() == {SHM: 7, other: 5, "cuda_ipc": 3}
 
 
@@ -135,8 +138,8 @@ class Pages:
 def test_mappings_are_those_written_through_and_those_read():
     links = [
         None,
-        SimpleNamespace(shm=None),
-        SimpleNamespace(shm=Pages(2)),
+        SimpleNamespace(memory=SimpleNamespace(shm=None)),
+        SimpleNamespace(memory=SimpleNamespace(shm=Pages(2))),
     ]
     session = session_of([])
     writers = [SimpleNamespace(linked=link) for link in links]
@@ -207,7 +210,10 @@ class Told:
         self._name, self._log = name, log
 
     def __getattr__(self, method):
-        return lambda *given: self._log.append((f"{self._name}.{method}", *given))
+        def told(*given, **named):
+            self._log.append((f"{self._name}.{method}", *given, *named.values()))
+
+        return told
 
 
 def with_parts(log, *names):
@@ -233,7 +239,7 @@ def test_touches_unpins_and_namespaces_reach_the_nodes_of_this_host():
     session.unpin([BlockRef(key_of(1), b"r")])
     session.register_namespaces(["a namespace"])
     assert log == [
-        ("writer.touch", [key_of(0)], NOW),
+        ("writer.touch", [key_of(0)], NOW, False),
         ("writer.unpin_many", [(key_of(1), b"r")]),
         ("writer.register_namespaces", ["a namespace"]),
     ]
@@ -266,7 +272,7 @@ def test_all_that_may_hold_something_of_dead_nodes_is_looked_after():
 
 def test_an_index_that_cannot_be_asked_is_named_by_health_and_nodes_are_asked_all_the_same():
     session = session_of([])
-    session.writer = SimpleNamespace(health=lambda: {"n": ""})
+    session.writer = SimpleNamespace(health=lambda: ({"n": ""}, {}))
 
     def refused():
         raise IndexUnavailableError("away")
@@ -285,6 +291,7 @@ def test_a_close_ends_each_part_what_saves_before_what_it_saves_through():
     assert [word for (word,) in log] == [
         *("watch.close", "reaper.close", "explainer.close", "value_names.tell"),
         *(
+            "writer.links",
             "writer.close",
             "reader.close",
             "remote.close",

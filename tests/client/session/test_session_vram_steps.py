@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.client.base import BlockRef
+from kvstore.client.nodes.remote import RemoteNodes
 from kvstore.client.session import BlockSession
 from kvstore.types import Location
 
@@ -35,7 +36,8 @@ class Vram:
 
 def session_of(vram, location=None):
     session = object.__new__(BlockSession)
-    session.remote = SimpleNamespace(vram=vram)
+    session.remote = object.__new__(RemoteNodes)
+    session.remote.vram = vram
     session.reader = SimpleNamespace(remote_location=lambda key, record: location)
     session._now = lambda: NOW
     return session

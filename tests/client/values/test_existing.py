@@ -7,10 +7,10 @@ from stores import NodeProcess
 from two_hosts import client_of
 
 from kvstore import PutStatus, UsageError
+from kvstore.client.payloads.tensors import Payload
 from kvstore.client.reader import Search
 from kvstore.client.values import existing
 from kvstore.client.values.saving import ValueSaver
-from kvstore.client.values.tensors import Payload
 from kvstore.transport.base import Outcome, Read
 from kvstore.types import EXISTS, Kind, Location
 
@@ -144,7 +144,7 @@ def test_to_compare_takes_what_is_left_of_the_time_of_the_put():
 
     def search(keys, *, give_up_at):
         asked["index"] = give_up_at
-        return SimpleNamespace(places=[None], remote={0: there})
+        return SimpleNamespace(places=[None], fetched={0: there})
 
     def read(wanted, deadline):
         asked["other host"] = deadline

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import xxhash
 from batch_readers import LeavesAll
-from reader_parts import AWAY, KEY, VALUE, Counting, Nodes, Remote, key_of, save
+from reader_parts import AWAY, KEY, VALUE, Counting, Nodes, Remote, key_of, readable, save
+from segment_bytes import data_of
 
 from kvstore import UsageError
 from kvstore.client.reader import Reader
@@ -65,7 +66,7 @@ class Place:
         self.nodes = nodes
         self.index = Counting()
         self.far = Far()
-        self.reader = Reader(self.index, nodes, self.far)  # type: ignore[arg-type]
+        self.reader = Reader(self.index, readable(nodes, self.far))
         self.touched: list[tuple[list[Key], float]] = []
         session = SimpleNamespace(
             machine=SimpleNamespace(monotonic=lambda: NOW),
@@ -281,7 +282,7 @@ def described(owned: OwnedShm, *, checksum: int = 0, kind: Kind = Kind.NUMPY) ->
     """A saved value of 248 numbers, or with a description that is damaged."""
     value = VALUE[: -len(META)] + META
     save(owned, meta_length=len(META), checksum=checksum, kind=kind)
-    owned._data[3 * 4096 : 3 * 4096 + 1000] = value
+    data_of(owned)[3 * 4096 : 3 * 4096 + 1000] = value
     return value
 
 

@@ -6,14 +6,15 @@ import time
 import numpy as np
 import pytest
 from batch_readers import READERS, CopiesBy, reader_of
+from reader_parts import readable
 
-from kvstore.client import savers
-from kvstore.client.local.host_writer import HostWriter
-from kvstore.client.local.link import Grants
-from kvstore.client.local.nodes import LocalNodes
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.saving import savers
+from kvstore.client.nodes.saving.host_writer import HostWriter
+from kvstore.client.nodes.saving.link import Grants
+from kvstore.client.payloads.tensors import encode
 from kvstore.client.reader import Reader
 from kvstore.client.values import put_pipeline
-from kvstore.client.values.tensors import encode
 from kvstore.errors import DeadlineError, NodeUnavailableError, UsageError
 from kvstore.index.memory import MemoryIndex
 from kvstore.node.config import NodeConfig
@@ -42,7 +43,7 @@ def node(tmp_path, index):
 
 @pytest.fixture
 def nodes(tmp_path, index, node):
-    nodes = LocalNodes(tmp_path, index, "kv:default")
+    nodes = NodeDirectory(tmp_path, index, "kv:default")
     deadline = time.monotonic() + 5
     while nodes.writable(None) is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -76,7 +77,7 @@ def test_a_batch_of_any_sizes_is_stored_whole_and_in_order(writer, nodes, index,
     sizes = [MIB, 1, 40_000, 0, 3 * MIB, 32 << 10, 5000, 2 * MIB, MIB] * 2
     values = [bytes([i]) * size for i, size in enumerate(sizes)]
     assert all(r.status is PutStatus.STORED for r in save(writer, values))
-    places = Reader(index, nodes).search([key(i) for i in range(len(values))])
+    places = Reader(index, readable(nodes)).search([key(i) for i in range(len(values))])
     assert [bytes(place.data) for place in places] == values
 
 
@@ -87,7 +88,7 @@ def test_a_batch_of_arrays_is_stored_with_their_descriptions(
     monkeypatch.setattr(batch_read, "READER", reader_of(name))
     arrays = [np.full(12_345 + i, i, np.int32) for i in range(30)]
     assert all(save(writer, arrays))
-    places = Reader(index, nodes).search([key(i) for i in range(len(arrays))])
+    places = Reader(index, readable(nodes)).search([key(i) for i in range(len(arrays))])
     for place, array in zip(places, arrays, strict=True):
         data, meta, _ = encode(array)
         assert bytes(place.data) + bytes(place.meta) == bytes(data) + meta
@@ -117,23 +118,41 @@ def test_a_save_that_is_wanted_no_more_stops_between_two_copies(writer, monkeypa
 def test_a_value_saved_alone_travels_in_the_request_when_twice_as_large(
     writer, nodes, index, monkeypatch, values, asked
 ):
-    (link,) = [link for one in writer.writers() for link in [one.link()]]
+    link = writer.link()
     posted, post = [], link.control.post
     monkeypatch.setattr(
         link.control, "post", lambda op, *args, **more: posted.append(op) or post(op, *args, **more)
     )
     assert [r.status for r in save(writer, values)] == [PutStatus.STORED] * len(values)
     assert posted == asked
-    places = Reader(index, nodes).search([key(i) for i in range(len(values))])
+    places = Reader(index, readable(nodes)).search([key(i) for i in range(len(values))])
     assert [bytes(place.data[: len(v)]) for place, v in zip(places, values, strict=True)] == [
         bytes(v) for v in values
     ]
 
 
-def test_a_batch_larger_than_a_window_is_stored(writer, monkeypatch):
+@pytest.mark.parametrize(("size_bytes", "reserved"), [(MIB, 3), (2 * MIB, 1)])
+def test_a_large_batch_reserves_no_more_than_a_window_at_a_time(
+    writer, monkeypatch, size_bytes, reserved
+):
+    """A part is asked for beside the one before where both fit, as soon as it may be."""
     monkeypatch.setattr(put_pipeline, "WINDOW_BYTES", 3 * MIB)
     monkeypatch.setattr(put_pipeline, "PART_BYTES_MIN", 1 * MIB)
-    assert all(save(writer, [bytes([i]) * MIB for i in range(20)]))
+    link, counts = writer.link(), [0]
+    reserve_later, commit_later = link.reserve_later, link.commit_later
+
+    def reserving(wants, *args):
+        counts.append(counts[-1] + len(wants))
+        return reserve_later(wants, *args)
+
+    def committing(slots):
+        counts.append(counts[-1] - len(slots))
+        return commit_later(slots)
+
+    monkeypatch.setattr(link, "reserve_later", reserving)
+    monkeypatch.setattr(link, "commit_later", committing)
+    assert all(save(writer, [bytes([i]) * size_bytes for i in range(6)]))
+    assert (max(counts), counts[-1]) == (reserved, 0)
 
 
 def test_one_value_that_cannot_be_stored_does_not_spoil_the_others(writer):
@@ -257,12 +276,12 @@ def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
     """Its grants are told to nobody, so the next connection says that they are not held."""
     writer.stats()  # the first answer of a node is waited for longer
     granted = Grants()
-    later = writer.writers()[0].reserve_later(want(1), NAMESPACE, granted)
+    later = writer.link().reserve_later(want(1), NAMESPACE, granted)
     control = writer.link().control
     done = threading.Event()
 
     def give_up():
-        later.args[2].give_up_at = time.monotonic() + 0.05
+        later.args[1].give_up_at = time.monotonic() + 0.05
         with pytest.raises(DeadlineError):
             later()
         done.set()
@@ -275,7 +294,7 @@ def test_an_answer_nobody_waited_for_leaves_nothing_reserved(writer):
 
 def test_slots_granted_before_a_request_that_fails_are_given_back(writer, monkeypatch):
     """The next part of a window is asked for before what was granted is written."""
-    one = writer.writers()[0]
+    one = writer.link()
     reserve_later = one.reserve_later
     asked = []
 
@@ -296,7 +315,7 @@ def test_slots_granted_before_a_request_that_fails_are_given_back(writer, monkey
 
 def test_what_failed_is_told_though_the_node_takes_further_values(writer, monkeypatch):
     """It was slow once; what found no room before is asked for again."""
-    one = writer.writers()[0]
+    one = writer.link()
     reserve_later = one.reserve_later
     asked = []
 
@@ -314,15 +333,6 @@ def test_what_failed_is_told_though_the_node_takes_further_values(writer, monkey
     assert asked == [1, 1, 1]
     assert [result.status for result in results] == [PutStatus.STORED, PutStatus.REJECTED]
     assert results[1].reason == "it was late"
-
-
-def test_a_commit_with_slots_of_a_former_start_gives_back_the_others(writer):
-    one = writer.writers()[0]
-    (mine,) = one.reserve_later(want(1), NAMESPACE, Grants())()
-    former = mine._replace(epoch=mine.epoch - 1)
-    with pytest.raises(NodeUnavailableError):
-        one.commit_later([former, mine])
-    assert writer.stats()["reserved"] == 0
 
 
 def test_of_a_run_that_took_several_requests_the_end_is_evicted_before_the_head(node, writer):

@@ -13,7 +13,8 @@ from stores import announcement
 from two_hosts import SECURITY
 
 from kvstore import Client, Limits, PutStatus
-from kvstore.client.values import existing, saving
+from kvstore.client.nodes import remote
+from kvstore.client.values import saving
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.index import open_index
 from kvstore.record import pack_record
@@ -50,13 +51,13 @@ def test_all_that_are_silent_cost_one_deadline_together(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited_s: list[float] = []
-    ask = existing.ask
+    ask = remote.ask
 
     def noted(stream, word, message, deadline):  # type: ignore[no-untyped-def]
         waited_s.append(max(deadline - time.monotonic(), 0.0))
         return ask(stream, word, message, deadline)
 
-    monkeypatch.setattr(existing, "ask", noted)
+    monkeypatch.setattr(remote, "ask", noted)
     results = client.put_many(dict.fromkeys(NAMES, b"v"), replace=True)
     assert {result.status for result in results} == {PutStatus.REJECTED}
     assert waited_s

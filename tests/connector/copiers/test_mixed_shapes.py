@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_input import each
 
 from connector.copiers.base import Gather, Scatter
 from connector.copiers.registered import kv_memory
@@ -91,7 +92,7 @@ SHARED = [
 """Layers, and sizes of engines of which no worker shares a head with another; or the same size."""
 
 
-@pytest.mark.parametrize(("layers", "writer", "reader"), SHARED)
+@each(("layers", "writer", "reader"), SHARED)
 @pytest.mark.covers("heads that differ within a group", "memory")
 def test_every_layer_is_shared_between_sizes_byte_for_byte(
     layers: Layers, writer: int, reader: int
@@ -122,8 +123,8 @@ def test_every_layer_is_shared_between_sizes_byte_for_byte(
             assert not other.kv[rank][layer][others].any()
 
 
-@pytest.mark.parametrize("layers", [WITH_A_DRAFT, WITH_A_DRAFT[::-1]])
-@pytest.mark.parametrize(("writer", "reader"), [(1, 4), (4, 1), (2, 4), (4, 2)])
+@each("layers", [WITH_A_DRAFT, WITH_A_DRAFT[::-1]])
+@each(("writer", "reader"), [(1, 4), (4, 1), (2, 4), (4, 2)])
 def test_trap_copies_of_a_drafts_head_are_not_taken_for_heads_of_another_size(
     layers: Layers, writer: int, reader: int
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from each_input import each
 
 from connector.layout.geometry import (
     KVGeometry,
@@ -22,7 +23,7 @@ def geometry(**changes: int) -> KVGeometry:
     return KVGeometry(**{**base, **changes})
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "tokens"),
     [
         ({}, 64),  # 16 KiB a token and head, and up to 8 workers share the heads
@@ -37,7 +38,7 @@ def test_default_block_is_a_mebibyte_or_64_tokens(changes: dict[str, int], token
     assert default_block_tokens([(geometry(**changes), TpKVTopology.of(), None)]) == tokens
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16])
+@each("tp_size", [1, 2, 4, 8, 16])
 def test_trap_the_default_block_is_the_same_for_every_tensor_parallel_size(tp_size: int) -> None:
     own = geometry(heads=max(1, 8 // tp_size))
     topology = TpKVTopology.of(tp_size, 1, 8)

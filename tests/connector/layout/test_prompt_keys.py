@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from each_input import each
 
 from connector import PromptKeys
 from connector.layout.block_hashes import ALGORITHM, extend
@@ -43,7 +44,7 @@ def test_a_prompt_that_fills_no_block_has_no_last_key() -> None:
     assert PromptKeys.from_answer(KEYS.answer([]))[1] is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "field"),
     [
         ({"namespace": None}, "kvstore_keys.namespace"),

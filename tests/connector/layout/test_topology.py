@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ class TestPlaces:
         assert [topology(rank, 4, 128, mla=True).shard for rank in range(4)] == [0] * 4
         assert [topology(rank, 4, 128, mla=True).saves for rank in range(4)] == [True, *[False] * 3]
 
-    @pytest.mark.parametrize(
+    @each(
         ("rank", "size", "heads", "block"),
         [(2, 2, 8, 16), (-1, 2, 8, 16), (0, 4, 6, 16), (0, 4, 3, 16), (0, 1, 8, 0)],
     )
@@ -130,7 +131,7 @@ class TestOfVllmsName:
         assert one.replicates_kv_cache("here")
         assert not one.is_kv_replicated("here")
 
-    @pytest.mark.parametrize(
+    @each(
         ("shape", "more", "blocks_first", "across", "split", "position"),
         [
             ((2, 1, 16, 1, 1), {}, False, False, True, -3),  # FlashAttention, FlexAttention

@@ -12,7 +12,7 @@ from connector_parts import PATIENCE_S, Clock, wait_for
 from connector.limits import RESULTS_MAX, TASKS_MAX
 from connector.pages.locks import Locks
 from connector.worker.tasks import Results, TaskThreads
-from kvstore import Key, Reservation
+from kvstore.spi import Key, Reservation
 from kvstore.testing.blockstore import MemoryBlockStore, timed_out
 
 TIMEOUT_S = 10.0
@@ -182,9 +182,10 @@ def test_a_task_that_raises_fails_and_the_next_one_is_done(thread: TaskThreads) 
 
 
 def test_beyond_the_most_tasks_one_fails_at_once_but_giving_back_does_not() -> None:
-    thread, gate, ended = TaskThreads("t", lambda: None), threading.Event(), []
-    thread.submit(lambda: gate.wait(PATIENCE_S), lambda: None)
-    wait_for(lambda: not thread._tasks, "the first task runs")
+    thread, running, gate = TaskThreads("t", lambda: None), threading.Event(), threading.Event()
+    ended: list[str] = []
+    thread.submit(lambda: (running.set(), gate.wait(PATIENCE_S)), lambda: None)
+    assert running.wait(PATIENCE_S)
     for _ in range(TASKS_MAX):
         thread.submit(lambda: ended.append("done"), lambda: ended.append("failed"))
     thread.submit(lambda: None, lambda: ended.append("refused"))
@@ -209,9 +210,10 @@ def test_several_threads_do_several_tasks_at_once() -> None:
 
 
 def test_what_waits_when_the_thread_is_closed_fails() -> None:
-    thread, gate, ended = TaskThreads("t", lambda: None), threading.Event(), []
-    thread.submit(lambda: gate.wait(PATIENCE_S), lambda: None)
-    wait_for(lambda: not thread._tasks, "the first task runs")
+    thread, running, gate = TaskThreads("t", lambda: None), threading.Event(), threading.Event()
+    ended: list[str] = []
+    thread.submit(lambda: (running.set(), gate.wait(PATIENCE_S)), lambda: None)
+    assert running.wait(PATIENCE_S)
     thread.submit(lambda: ended.append("done"), lambda: ended.append("failed"))
     threading.Timer(0.05, gate.set).start()
     assert thread.close()

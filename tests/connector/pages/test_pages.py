@@ -6,6 +6,7 @@ import ctypes
 import os
 
 import pytest
+from each_input import each
 
 from connector.limits import PAGE_PARTS_MAX, SAVE_BATCH_BLOCKS
 from connector.pages.pages import Pages, Parts, is_there, memory_at, pages_at
@@ -154,7 +155,7 @@ def test_memory_is_cut_into_pages_of_equally_many_ranges() -> None:
     assert bytes(memory[:5]) == b"abcde"
 
 
-@pytest.mark.parametrize(
+@each(
     ("addresses", "sizes", "pages"),
     [([1, 2, 3], [1, 1, 1], 2), ([1, 2], [1], 1), ([], [], 1), ([0], [4], 1), ([8], [0], 1)],
 )

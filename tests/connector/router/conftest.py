@@ -10,7 +10,7 @@ import pytest
 from stores import PATIENT, NodeProcess
 
 from connector.router import prefix
-from kvstore import BlockSession, Locator
+from kvstore.spi import BlockSession, Locator
 
 PATIENCE_S = 20.0
 

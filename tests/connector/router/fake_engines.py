@@ -11,7 +11,8 @@ from aiohttp.test_utils import TestServer
 
 from connector import PromptKeys
 from connector.layout.block_hashes import ALGORITHM, extend
-from kvstore import BlockSession, Namespace, Reservation
+from kvstore import Namespace
+from kvstore.spi import BlockSession, Reservation
 
 KEYS = PromptKeys(16, Namespace({"model": "m", "hash_algorithm": ALGORITHM}))
 TOKENS = list(range(100, 100 + 3 * 16 + 2))

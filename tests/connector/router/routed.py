@@ -14,7 +14,7 @@ from connector.router.discovery import Name
 from connector.router.prefix import Prefixes
 from connector.router.routing import Engine, EngineFleet, Role
 from connector.router.server import Router, RouterSettings
-from kvstore import Locator
+from kvstore.spi import Locator
 
 FOUND, PREFILL, DECODE = "X-KVStore-Found-Tokens", "X-KVStore-Prefill", "X-KVStore-Decode"
 PATIENCE_S = 20.0

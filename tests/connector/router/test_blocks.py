@@ -8,13 +8,13 @@ from array import array
 from typing import Any
 
 import aiohttp
-import pytest
+from each_input import each
 from fake_engines import KEYS, TOKENS, FakeEngine, saver, talk
 from routed import Setup, routed
 
 from connector.layout.block_hashes import extend
 from connector.limits import ROUTER_BLOCKS_ASKED_MAX
-from kvstore import BlockSession, Key, Locator
+from kvstore.spi import BlockSession, Key, Locator
 
 MISSING = list(range(1000, 1000 + 4 * KEYS.block_tokens))
 
@@ -100,7 +100,7 @@ def test_tokens_and_keys_as_bytes_are_answered_as_those_in_json(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
+@each(
     ("query", "body"),
     [
         ("", b"k" * 31),
@@ -125,7 +125,7 @@ def test_bytes_that_are_no_question_are_refused(no_index: Locator, query: str, b
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
+@each(
     "question",
     [
         {},

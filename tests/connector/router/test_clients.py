@@ -20,8 +20,9 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from each_input import each
 
-from kvstore import Locator
+from kvstore.spi import Locator
 from kvstore.testing.ports import held_ports
 
 aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
@@ -286,9 +287,9 @@ def test_heads_are_as_large_as_engines_take_them(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/blocks"])
-@pytest.mark.parametrize("packed", ["gzip", "deflate", "br", "zstd", "gzip, identity"])
-@pytest.mark.parametrize("kind", ["application/json", "application/octet-stream"])
+@each("path", ["/v1/completions", "/v1/chat/completions", "/blocks"])
+@each("packed", ["gzip", "deflate", "br", "zstd", "gzip, identity"])
+@each("kind", ["application/json", "application/octet-stream"])
 def test_packed_bodies_are_refused_and_not_unpacked(
     no_index: Locator, path: str, packed: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

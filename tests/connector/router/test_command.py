@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -91,18 +92,30 @@ STOP_S = 15.0
 """Below the 30 s that a body may take to come, and above the second that is given here."""
 
 
-@pytest.mark.parametrize(
-    "half",
-    [
-        b"",
-        b"POST /blocks HTTP/1.1\r\nHost: x\r\nContent-Le",
-        b"POST /blocks HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{",
-        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{"prompt": []}',
-    ],
-    ids=["nothing", "half a head", "half a body", "half a chunked body", "an engine that hangs"],
-)
-def test_it_ends_soon_whatever_has_not_come_yet(half: bytes, tmp_path: Path, run_dir: Path) -> None:
+HALVES = {
+    "nothing": b"",
+    "half a head": b"POST /blocks HTTP/1.1\r\nHost: x\r\nContent-Le",
+    "half a body": b"POST /blocks HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n\r\n{",
+    "half a chunked body": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{"
+    ),
+    "an engine that hangs": (
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{"prompt": []}'
+    ),
+}
+
+
+def open_still(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return bool(client.recv(1 << 16))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def test_it_ends_soon_whatever_has_not_come_yet(tmp_path: Path, run_dir: Path) -> None:
     pytest.importorskip("aiohttp")
     soon = "from connector.router import run; run.ROUTER_STOP_S = 1.0; raise SystemExit(run.main())"
     with held_ports(1) as (port,), socket.create_server(("127.0.0.1", 0)) as engine:
@@ -112,19 +125,22 @@ def test_it_ends_soon_whatever_has_not_come_yet(half: bytes, tmp_path: Path, run
             cwd=tmp_path,
             env={**os.environ, "KVSTORE_RUN_DIR": str(run_dir)},
         )
-        clients = []
+        engine.settimeout(TIMEOUT_S)
+        clients: list[tuple[str, socket.socket]] = []
         try:
             answer(f"http://127.0.0.1:{port}/engines", process)
-            for _ in range(3):
-                clients.append(socket.create_connection(("127.0.0.1", port), TIMEOUT_S))
-                clients[-1].sendall(half)
-            time.sleep(0.5)
+            for what, half in 3 * [*HALVES.items()]:
+                clients.append((what, socket.create_connection(("127.0.0.1", port), TIMEOUT_S)))
+                clients[-1][1].sendall(half)
+            assert engine.accept(), "the last request has come to its engine, and hangs there"
             process.terminate()
-            assert process.wait(STOP_S) == 0
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            assert process.returncode == 0, {what for what, one in clients if open_still(one)}
         finally:
             process.kill()
             process.wait(TIMEOUT_S)
-            for client in clients:
+            for _, client in clients:
                 client.close()
 
 
@@ -159,3 +175,15 @@ def test_times_that_are_none_are_named(
     said = capsys.readouterr().err
     assert option.strip("-").replace("-", "_") in said
     assert "must be a number" in said
+
+
+def test_its_help_needs_nothing_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.setattr(sys, "argv", ["kvstore-router", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 0
+    assert "--decode ENGINE" in capsys.readouterr().out

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore import BlockSession, Holders, Locator, MissReason
+from kvstore import MissReason
+from kvstore.spi import BlockSession, Holders, Locator
 
 pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from fake_engines import TOKENS, FakeEngine, saver, talk

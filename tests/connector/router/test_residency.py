@@ -13,7 +13,8 @@ from stores import PATIENT, NodeProcess
 
 from connector.router import prefix
 from connector.router.prefix import Prefixes
-from kvstore import Client, Locator, Namespace, Residency
+from kvstore import Client, Namespace
+from kvstore.spi import Locator, Residency
 
 SOON_S = 20.0
 TOKENS = list(range(64))

@@ -15,7 +15,7 @@ from redis_servers import RedisServer
 from stores import PATIENT
 
 from connector import PromptKeys
-from kvstore import BlockSession, Locator
+from kvstore.spi import BlockSession, Locator
 
 aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from aiohttp import web  # noqa: E402

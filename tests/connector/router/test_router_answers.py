@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import BlockSession, Locator, UsageError
+from kvstore import UsageError
+from kvstore.spi import BlockSession, Locator
 
 aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from aiohttp import web  # noqa: E402
@@ -114,8 +116,8 @@ def test_a_body_that_is_slow_to_come_has_less_time_than_a_request(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])
-@pytest.mark.parametrize("element", ["[]", "{}", '{"a":[1]}', "1"])
+@each("path", ["/v1/completions", "/blocks"])
+@each("element", ["[]", "{}", '{"a":[1]}', "1"])
 def test_a_body_of_very_many_values_is_refused_before_they_are_made(
     no_index: Locator, path: str, element: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +141,7 @@ def test_a_body_of_very_many_values_is_refused_before_they_are_made(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("marks", [",", "[", "{", "[],", '\\",[', "\\\\,", "∀,"])
+@each("marks", [",", "[", "{", "[],", '\\",[', "\\\\,", "∀,"])
 def test_what_looks_like_values_in_a_text_is_none(no_index: Locator, marks: str) -> None:
     """A prompt of a million commas was refused as a million values."""
     many = (ROUTER_VALUES_MAX + 10) // marks.count(",") if "," in marks else ROUTER_LISTS_MAX + 10
@@ -156,7 +158,7 @@ def test_what_looks_like_values_in_a_text_is_none(no_index: Locator, marks: str)
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
+@each(
     "raw",
     [
         b'{"a": "x", "tokens": [' + b"[]," * (1 << 18) + b"[]]}",
@@ -194,13 +196,14 @@ def test_values_are_counted_as_a_parser_finds_them(value: Any) -> None:
         inside = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         return isinstance(one, dict | list) + sum(map(lists, inside))
 
+    too_much = incoming._too_much
     for ascii_only in (True, False):
         raw = json.dumps(value, ensure_ascii=ascii_only).encode()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(incoming, "ROUTER_LISTS_MAX", lists(value))
-            assert "lists" not in (incoming._too_much(raw) or "")
+            assert "lists" not in (too_much(raw) or "")
             patched.setattr(incoming, "ROUTER_LISTS_MAX", lists(value) - 1)
-            assert not lists(value) or "lists" in (incoming._too_much(raw) or "")
+            assert not lists(value) or "lists" in (too_much(raw) or "")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])

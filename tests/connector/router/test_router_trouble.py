@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import Locator
+from kvstore.spi import Locator
 
 aiohttp = pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from aiohttp import web  # noqa: E402

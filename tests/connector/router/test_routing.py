@@ -14,7 +14,8 @@ from connector.router.routing import (
     held_at,
     needs_prefill,
 )
-from kvstore import Holder, HolderRun, UsageError
+from kvstore import UsageError
+from kvstore.spi import Holder, HolderRun
 
 NOW = 100.0
 

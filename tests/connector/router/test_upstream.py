@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import BlockSession, Locator
+from kvstore.spi import BlockSession, Locator
 
 pytest.importorskip("aiohttp", reason="the router extra is not installed")
 from aiohttp import web

@@ -7,6 +7,7 @@ each reason a request may have, in one file so that a missing one shows.
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import pytest
 from connector_parts import (
@@ -35,7 +36,8 @@ from connector.rate import Rate
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
-from kvstore import Explanation, Missing, MissReason, UsageError
+from kvstore import Explanation, MissReason, UsageError
+from kvstore.spi import Missing
 from kvstore.testing.blockstore import MemoryBlockStore
 
 
@@ -100,6 +102,37 @@ def test_what_the_engine_had_itself_was_not_missed(side: Side) -> None:
     explanation = explain(side, request)
     assert (explanation.local_tokens, explanation.hit_tokens) == (2 * BLOCK, 0)
     assert explanation.first_missing is None
+
+
+def test_tokens_found_and_missed_add_up_to_what_was_asked(
+    side: Side, store: MemoryBlockStore
+) -> None:
+    """In the engine, in the store, and by reason: here for vLLM, and to a node for the rest."""
+    found, evicted, own = (prompt(4, seed=i) for i in range(1, 4))
+    for request in (found, evicted):
+        side.put(request, 4)
+    store.evict(side.keys(evicted)[1])
+    for request in (found, evicted):
+        load(side, request)
+        side.core.loads_ended([request.request_id])
+    assert side.match(own, 2 * BLOCK) == 0
+    explain(side, evicted, MissReason.EVICTED)
+    explain(side, own, MissReason.NEVER_STORED)
+    for request in (found, evicted, own):
+        side.core.finished(request.request_id)
+    wait_for(lambda: sum(one["asked_tokens"] for one in store.reported) == 12 * BLOCK, "a report")
+    told = sum(map(Counter, store.reported), Counter())
+    assert told == {
+        "asked_tokens": 12 * BLOCK,
+        "engine_tokens": 2 * BLOCK,
+        "hit_tokens": 5 * BLOCK,
+        "missed_tokens:evicted": 3 * BLOCK,
+        "missed_tokens:never-stored": 2 * BLOCK,
+    }
+    counted = Counter(side.core.take_stats().to_dict())
+    assert counted["kvstore_possible_tokens"] == 12 * BLOCK
+    parts = ("hit_tokens", "local_tokens", "missed_tokens:evicted", "missed_tokens:never-stored")
+    assert sum(counted[f"kvstore_{part}"] for part in parts) == 12 * BLOCK
 
 
 # --- reasons ---------------------------------------------------------------------------

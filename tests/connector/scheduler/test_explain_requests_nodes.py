@@ -22,7 +22,8 @@ from connector.messages import WorkerReport
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
-from kvstore import BlockSession, Client, Missing, MissReason, Reservation
+from kvstore import Client, MissReason
+from kvstore.spi import BlockSession, Missing, Reservation
 
 if TYPE_CHECKING:
     from stores import NodeProcess
@@ -91,6 +92,29 @@ def test_a_prompt_evicted_by_pressure_is_told_with_node_and_age(node: NodeProces
     missing = real.explain(request, MissReason.EVICTED)
     assert missing.node == "node"
     assert missing.age_s is not None
+    real.close()
+
+
+def test_what_requests_found_and_missed_is_seen_at_the_node(node: NodeProcess) -> None:
+    real = Real(node)
+    found, never = prompt(2, seed=1), prompt(3, seed=2)
+    real.save(found)
+    assert real.match(found) == 2 * BLOCK
+    real.core.allocated(found, lambda: (list(range(101, 110)),), 2 * BLOCK)
+    real.core.plan_step([], [], lambda _: None)
+    real.core.loads_ended([found.request_id])
+    assert real.match(never) == 0
+    real.explain(never, MissReason.NEVER_STORED)
+    for request in (found, never):
+        real.core.finished(request.request_id)
+
+    def told() -> dict[str, float]:
+        names = ("asked_tokens", "hit_tokens", "missed_tokens:never-stored")
+        counted = real.session.writer.stats()
+        return {name: counted.get(name, 0) for name in names}
+
+    expected = dict(zip(told(), (5 * BLOCK, 2 * BLOCK, 3 * BLOCK), strict=True))
+    wait_for(lambda: told() == expected, "the node's numbers")
     real.close()
 
 

@@ -10,10 +10,10 @@ from connector.layout.block_plan import Placed
 from connector.layout.geometry import GroupLayout, StoreLayout
 from connector.layout.topology import TpKVTopology
 from connector.scheduler.hit_sources import hit_sources
-from kvstore import BlockRef, Tier
+from kvstore.spi import BlockRef, Tier
 from kvstore.testing.blockstore import MemoryBlockStore
 
-LETTERS = {"v": Tier.VRAM, "h": Tier.HOST, "o": Tier.OTHER_HOST}
+LETTERS = {"v": Tier.VRAM, "h": Tier.HOST, "d": Tier.DISK, "o": Tier.OTHER_HOST}
 
 
 def layout(*windows: int | None) -> StoreLayout:
@@ -47,8 +47,9 @@ def test_each_block_counts_for_where_it_lies() -> None:
 
 
 def test_the_farthest_shard_counts_for_all() -> None:
-    assert of(["ho vh vv"], None, end=3 * BLOCK) == {
-        Tier.OTHER_HOST: BLOCK,
+    assert of(["ho vh vv dh do"], None, end=5 * BLOCK) == {
+        Tier.OTHER_HOST: 2 * BLOCK,
+        Tier.DISK: BLOCK,
         Tier.HOST: BLOCK,
         Tier.VRAM: BLOCK,
     }

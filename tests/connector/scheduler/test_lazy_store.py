@@ -4,7 +4,7 @@ import pytest
 
 from connector.limits import STORE_RETRY_S
 from connector.scheduler.lazy_store import LazyStore
-from kvstore import NodeUnavailableError
+from kvstore.spi import NodeUnavailableError
 from kvstore.testing.blockstore import MemoryBlockStore
 
 

@@ -12,8 +12,9 @@ import pytest
 from connector_parts import BLOCK, PATIENCE_S, FakePins, FakeRequest, Side, layout, prompt, wait_for
 
 from connector.layout.topology import TpKVTopology
-from connector.messages import StepPlan, WorkerReport
+from connector.messages import BlockRead, StepPlan, WorkerReport
 from connector.scheduler.lockstep import LockstepScheduler
+from connector.scheduler.patience import ComputeRate
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
 
@@ -174,6 +175,18 @@ def test_a_load_has_ended_in_all_processes_at_once_when_the_last_worker_says_so(
     assert [report.finished_loads for report in told if report] == [
         {one.request_id} for one in requests
     ]
+
+
+def test_all_know_how_long_a_load_may_take_and_the_leader_what_all_have_read(
+    engines: Engines, store: MemoryBlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ComputeRate, "tokens_per_s", 4.0 * BLOCK)
+    requests = named(2)
+    loading(engines, store, requests)  # the same job in both
+    read = BlockRead("other_host:1", 1, 1.0)
+    engines.sides[1].report(WorkerReport(reads=[read]))
+    told = [plan.reported for plan in engines.step([[], []])]
+    assert [report.reads for report in told if report] == [[read]] * SIZE
 
 
 def test_a_load_that_is_given_up_has_ended_when_it_has_in_all_processes(

@@ -10,8 +10,18 @@ import pytest
 from connector_parts import BLOCK, PER_KEY, Clock, Hold, Side, prompt
 
 from connector.limits import LOOKUP_AT_ONCE_KEYS, LOOKUP_TIMEOUT_S
-from kvstore import Key, MissReason, Namespace
+from kvstore import MissReason, Namespace
+from kvstore.spi import Key
 from kvstore.testing.blockstore import MemoryBlockStore
+
+
+def opened(side: Any) -> None:
+    """Have the store opened now, and not by the first lookup."""
+    side.core._store.get()
+
+
+def lookups_of(side: Any) -> Any:
+    return side.core._lookups
 
 
 @pytest.fixture
@@ -92,7 +102,7 @@ def test_what_is_here_is_found_though_no_thread_has_come_to_look(
 ) -> None:
     """As on a machine that gives them no processor."""
     here(side, seed=1, blocks=3)
-    lookups = side.core._lookups
+    lookups = lookups_of(side)
     monkeypatch.setattr(lookups, "_hashes_at_once", 0)
     monkeypatch.setattr(lookups._looking, "put", lambda lookup: True)
     whole, longer = prompt(3, extra=1, seed=1), prompt(4, extra=1, seed=1)
@@ -109,8 +119,8 @@ def test_what_is_all_here_is_found_by_who_submits_it(
 ) -> None:
     """To wake a thread and to wait for it takes several times as long as to look."""
     here(side, seed=1, blocks=3)
-    side.core._store.get()
-    monkeypatch.setattr(side.core._lookups._looking, "put", None)
+    opened(side)
+    monkeypatch.setattr(lookups_of(side)._looking, "put", None)
     monkeypatch.setattr(side.core, "_wait", None)
     request = prompt(3, extra=1, seed=1)
     side.core.on_new_request(request)
@@ -122,8 +132,8 @@ def test_a_prompt_of_many_keys_is_left_to_a_thread(
 ) -> None:
     here(side, seed=1, blocks=3)
     here(side, seed=2, blocks=4)
-    side.core._store.get()
-    lookups, names = side.core._lookups, list[str]()
+    opened(side)
+    lookups, names = lookups_of(side), list[str]()
     here_of = lookups._here
 
     def here_named(lookup: Any, store: Any) -> Any:
@@ -176,10 +186,10 @@ def test_behind_a_prompt_longer_than_is_looked_up_no_part_is_found(
     (reservation,) = side.store.reserve([key], 8, side.layout.groups[0].namespaces[0].id)
     side.store.commit([reservation])  # type: ignore[list-item]
     side.store.here.add(key)
-    side.core._store.get()
+    opened(side)
     for request, with_part in ((prompt(2, extra=1, seed=1), True), (longer, False)):
         hashes = request.block_hashes[: len(request.tokens) // BLOCK * PER_KEY]
-        lookup = side.core._lookups.submit(hashes, part)
+        lookup = lookups_of(side).submit(hashes, part)
         assert lookup is not None
         assert lookup.done.wait(10)
         assert lookup.run == 2

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from connector_parts import BLOCK, FakeRequest, layout, prompt
+from each_input import each
 from redis_servers import RedisServer, wait_until
 from stores import NodeProcess
 
@@ -21,7 +22,8 @@ from connector.metrics import Counts
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.prefetching import PrefetchBlock, Prefetcher, bring
 from connector.scheduler.request_settings import RequestSettings
-from kvstore import BlockSession, Key, Limits, Reservation, StreamSecurity
+from kvstore import Limits, StreamSecurity
+from kvstore.spi import BlockSession, Key, Reservation
 
 SECRET = "a secret that both hosts know"
 BLOCK_BYTES = 100_000
@@ -173,7 +175,7 @@ def test_a_block_that_changes_while_it_is_read_is_not_sealed(
     assert results == {"lost": 1, "yes": 1}
 
 
-@pytest.mark.parametrize(
+@each(
     ("action", "tokens"),
     [
         (Action("prefetch", "1", {"max_tokens": 512}), 512),

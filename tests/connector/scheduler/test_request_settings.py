@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from connector_parts import BLOCK, FakeRequest, Side, prompt
+from each_input import each
 
 from connector.scheduler.request_settings import RequestSettings
 from kvstore import MissReason
@@ -25,7 +26,7 @@ def saved(side: Side, request: FakeRequest) -> int:
     return sum(len(job.blocks) for job in plan.saves)
 
 
-@pytest.mark.parametrize(
+@each(
     ("params", "expected"),
     [
         (None, (None, None)),

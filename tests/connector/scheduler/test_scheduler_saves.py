@@ -110,7 +110,7 @@ def test_after_a_failed_load_the_recomputed_blocks_are_saved(side: Side) -> None
 
 
 def test_generated_tokens_are_saved_unless_that_is_switched_off(store: MemoryBlockStore) -> None:
-    for save_decode, expected in ((True, 2), (False, 1)):
+    for save_decode, expected in ((True, 2), (False, 1), ("auto", 2)):
         side = Side(store, save_decode=save_decode)
         request = prompt(side, 1, extra=0)
         plans = [side.step((request, BLOCK))]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_input import each
 
 from connector.transfer import config as config_module
 from connector.transfer.config import KVTransferConfig
@@ -67,7 +68,7 @@ def test_engines_get_ids_of_their_own() -> None:
     assert KVTransferConfig.from_dict({"engine_id": None}).engine_id
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value", "says"),
     [
         ("kv_role", "kv_sender", "kv_producer, kv_consumer, kv_both"),
@@ -136,7 +137,7 @@ PEOPLES_DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", PEOPLES_DOCUMENTS)
+@each("name", PEOPLES_DOCUMENTS)
 def test_documents_that_vllms_releases_take_are_taken(name: str) -> None:
     document, expected = PEOPLES_DOCUMENTS[name]
     config = KVTransferConfig.from_json(document)
@@ -215,7 +216,7 @@ def test_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch)
     assert KVTransferConfig.from_env().engine_id == "from-env"
 
 
-@pytest.mark.parametrize(
+@each(
     ("variable", "text"),
     [
         ("KVSTORE_KV_PORT", "x"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,7 +122,7 @@ def test_strided_views_and_other_block_dimensions_are_copied_in_place() -> None:
     assert not store[:, [1, 2]].any()
 
 
-@pytest.mark.parametrize(
+@each(
     ("src_ids", "dst_ids", "says"),
     [
         ([0, 6], [0, 1], "src_block_ids=6: must be from 0 to 5"),
@@ -152,7 +153,7 @@ def test_shorter_last_layer_is_noticed_before_the_first_is_written() -> None:
     assert torch.equal(dst["layer0"], before)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "options", "says"),
     [
         (lambda d: d.pop("layer1"), {}, "same layers"),

@@ -66,8 +66,8 @@ def test_factory_makes_both_sides_each_told_its_role_and_config() -> None:
         side = KVConnectorFactory.create_connector(CONFIG, role, info)
         assert isinstance(side, Quiet)
         assert side.role is role
-        assert side._vllm_config.layout == "HND"
-        assert side._vllm_config.engine_info is info
+        config = side._vllm_config
+        assert (config.layout, config.engine_info) == ("HND", info)
         assert side._kv_transfer_config is CONFIG
         assert side._kv_cache_config == "groups"
     assert not hasattr(info.vllm_config, "kv_transfer_config"), "it is the engine's"

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from connector_parts import PATIENCE_S
+from each_input import each
 from fake_values import FakeValues
 from hypothesis import given
 from hypothesis import strategies as st
 from lookup_ends import SOON_S, insert, mask, pair, shared, taken, tokens
+from stores import node_stats
 
 from connector.limits import LOOKUP_ENTRIES_MAX, LOOKUP_PRODUCERS_MAX
 from connector.transfer.lookup_buffer import LookupBuffer
@@ -139,7 +141,7 @@ def test_each_side_has_its_own_calls() -> None:
         producer.drop_select()
 
 
-@pytest.mark.parametrize(
+@each(
     ("ids", "roi", "field"),
     [
         (None, None, "tokens"),
@@ -166,7 +168,7 @@ def test_tokens_and_masks_that_do_not_fit_are_refused(ids: Any, roi: Any, field:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "field"),
     [
         ("", {}, "name"),
@@ -221,4 +223,4 @@ def test_prefill_process_hands_kv_to_a_decode_process(node: NodeProcess, client:
     finally:
         process.kill()
         process.wait(10)
-    assert client.stats()["node"]["pinned"] == 0
+    assert node_stats(client)["pinned"] == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 from connector_parts import PATIENCE_S
 from fake_values import FakeValues
 from lookup_ends import SOON_S, consumers_of, insert, several, taken
+from threads_at_once import at_once
 
 from connector.limits import LOOKUP_ENTRIES_MAX
 from connector.transfer import tensor_messages
@@ -80,11 +82,7 @@ def test_consumers_that_want_the_same_entry_at_once_get_it_once() -> None:
         while (first := taken(consumer)) is not None:
             got.append(first)
 
-    threads = [threading.Thread(target=take, args=(one,)) for one in consumers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    at_once([partial(take, one) for one in consumers])
     assert sorted(got) == [*range(20), *range(100, 120)]
     for end in (*producers, *consumers):
         end.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from connector_parts import FakeRequest
+from each_input import each
 from fake_connectors import CALLS, Fake
 
 from connector.stats import CountStats
@@ -58,6 +59,7 @@ def config(*children: Any) -> KVTransferConfig:
 
 def make(wanted: KVTransferConfig, role: KVConnectorRole) -> tuple[Any, list[Fake]]:
     """Any: the calls are made by name, and with stand-ins."""
+    Fake.made = []
     made = KVConnectorFactory.create_connector(wanted, role, ENGINE)
     assert isinstance(made, MultiConnector)
     return made, Fake.made
@@ -123,7 +125,7 @@ def test_the_table_names_every_call_of_the_base() -> None:
     assert set(ARGUMENTS) == CALLS - OF_ONE - OWN
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@each("name", ARGUMENTS)
 def test_call_reaches_every_child_with_its_arguments(name: str) -> None:
     made, children = scheduler(3)
     getattr(made, name)(*ARGUMENTS[name])
@@ -268,7 +270,7 @@ def test_scheduler_answers_are_merged(name: str, answers: list[Any], expected: A
     assert all(len(c.called(name)) == 1 for c in children)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "answers", "expected"),
     [
         ("get_mem_pool_context", [None, "pool"], "pool"),

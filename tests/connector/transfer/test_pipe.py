@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from connector_parts import PATIENCE_S
+from each_input import each
 from fake_values import FakeValues
 from hypothesis import given
 from hypothesis import strategies as st
-from stores import MIB, NodeProcess
+from stores import MIB, NodeProcess, node_stats
 
 from connector.limits import (
     TENSOR_MESSAGE_BYTES_MAX,
@@ -90,7 +91,7 @@ def test_a_part_shorter_than_it_should_be_is_no_message() -> None:
         receiver.recv_tensor(timeout_s=SOON_S)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each("dtype", DTYPES)
 def test_tensor_of_every_dtype_arrives_bit_for_bit(dtype: str) -> None:
     sender, receiver = pair()
     for shape in [(), (0,), (3,), (2, 0, 5), (2, 3, 4)]:
@@ -127,8 +128,8 @@ def test_parts_are_as_large_as_the_store_takes() -> None:
     assert TENSOR_MESSAGE_PART_BYTES == VALUE_BYTES_MAX
 
 
-@pytest.mark.parametrize("size", [1, 64, 65, 284, 4000, 4001, 5000])
-@pytest.mark.parametrize("value_bytes_max", [64, 65, 100, 3999, 5000])
+@each("size", [1, 64, 65, 284, 4000, 4001, 5000])
+@each("value_bytes_max", [64, 65, 100, 3999, 5000])
 def test_tensor_that_the_store_takes_in_parts_only_is_cut_and_joined(
     size: int, value_bytes_max: int
 ) -> None:
@@ -333,7 +334,7 @@ def test_name_that_was_used_before_is_refused() -> None:
     assert int(pair(store)[1].recv_tensor()) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "field"),
     [
         ("", {}, "name"),
@@ -392,7 +393,7 @@ def test_pipe_joins_two_processes_through_the_store(node: NodeProcess, client: C
     finally:
         process.kill()
         process.wait(10)
-    stats = client.stats()["node"]
+    stats = node_stats(client)
     assert stats["pinned"] == 0
 
 

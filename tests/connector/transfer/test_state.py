@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any, ClassVar
 
 import pytest
-from connector_parts import PATIENCE_S
+from own_python import holds_in_child
+from threads_at_once import at_once
 
 from connector.transfer import state
 from connector.transfer.base_v1 import KVConnectorBase_V1, KVConnectorRole
@@ -118,11 +118,7 @@ def test_many_threads_get_one_connector() -> None:
         ensure_kv_transfer_initialized(config(), ENGINE)
         got.append(get_kv_transfer_group())
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    at_once([start] * 8)
     assert len(got) == 8
     assert len(set(map(id, got))) == 1
     assert len(Counted.made) == 1
@@ -167,13 +163,13 @@ def test_wait_for_another_thread_has_a_deadline(monkeypatch: pytest.MonkeyPatch)
 
 def test_forked_process_has_no_connector_and_no_held_lock() -> None:
     ensure_kv_transfer_initialized(config(), ENGINE)
+
+    def has_none() -> bool:
+        ensure_kv_transfer_shutdown()
+        return not has_kv_transfer_group()
+
     with state._group.lock:
-        child = os.fork()
-        if child == 0:
-            ensure_kv_transfer_shutdown()
-            os._exit(7 if not has_kv_transfer_group() else 1)
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
+        assert holds_in_child(has_none)
     assert has_kv_transfer_group()
 
 

@@ -41,8 +41,9 @@ from connector.settings import ConnectorSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.vram import VramStore
 from connector.worker.worker import WorkerCore
-from kvstore import BlockSession, DeviceRange, Limits, UsageError
-from kvstore.client.remote.fetch import FetchedBlock
+from kvstore import Limits, UsageError
+from kvstore.client.nodes.fetch import FetchedBlock
+from kvstore.spi import BlockSession, DeviceRange
 from kvstore.testing.cuda import ModelCuda
 from kvstore.testing.stopping import stop
 from kvstore.transport.nixl import vram as vram_module
@@ -140,6 +141,16 @@ class Consumer:
     def nixl(self) -> Any:
         return self.session.remote.transports._get("nixl")
 
+    @property
+    def room(self) -> Any:
+        """The landing memory, where there is some."""
+        landing = self.session._landing
+        return None if landing is None else landing._room
+
+    @property
+    def reader(self) -> Any:
+        return self.nixl._reader
+
     def load(self, first_block_id: int = 11) -> WorkerReport:
         self.copier.payloads.clear()
         self.worker.core.start_loads([load_job(self.store, BLOCKS, first_block_id)])
@@ -151,7 +162,7 @@ class Consumer:
 
     def landed(self) -> list[bool]:
         """Of each payload that went to the engine, whether it lay in the landing memory."""
-        room = None if self.session._landing is None else self.session._landing._room
+        room = self.room
         return [
             isinstance(one, DeviceRange)
             and room is not None
@@ -329,7 +340,7 @@ def test_a_copy_that_hangs_fails_the_load_by_its_deadline_and_loses_the_memory(
     one: Worker, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer.until_in_vram()
-    room = consumer.session._landing._room  # type: ignore[union-attr]
+    room = consumer.room
     assert room is not None
     consumer.worker.core._load_timeout_s = 4.0
     consumer.device.hold.clear()
@@ -337,8 +348,6 @@ def test_a_copy_that_hangs_fails_the_load_by_its_deadline_and_loses_the_memory(
     report = consumer.load()
     assert report.invalid_block_ids == engine_blocks()
     assert time.monotonic() - began < vram_module.CUDA_IPC_DRAIN_S, "by the load's own deadline"
-    landing = consumer.session._landing
-    assert landing is not None
     wait_until(lambda: "hangs" in consumer.session.why_not_to_vram, "it is given up", LONG_S)
     assert consumer.load().invalid_block_ids == set()
     assert consumer.landed() == [False] * BLOCKS
@@ -351,8 +360,8 @@ def test_a_reading_process_killed_in_the_middle_costs_nothing_but_the_way(
     one: Worker, consumer: Consumer
 ) -> None:
     consumer.until_in_vram()
-    free_bytes = consumer.device._free_bytes
-    reader = consumer.nixl._reader
+    free_bytes = consumer.device.free_bytes
+    reader = consumer.reader
     stop(reader.pid)
     reports: list[WorkerReport] = []
     thread = threading.Thread(target=lambda: reports.append(consumer.load()))
@@ -364,7 +373,7 @@ def test_a_reading_process_killed_in_the_middle_costs_nothing_but_the_way(
     assert consumer.landed() == [False] * BLOCKS
     assert consumer.has(one)
     consumer.until_in_vram()
-    assert consumer.device._free_bytes == free_bytes, "what it had is given back"
+    assert consumer.device.free_bytes == free_bytes, "what it had is given back"
 
 
 def test_a_node_killed_in_the_middle_is_reported_and_no_byte_of_it_is_used(
@@ -374,7 +383,7 @@ def test_a_node_killed_in_the_middle_is_reported_and_no_byte_of_it_is_used(
         one = producer(node)
         consumer = Consumer(node, tmp_path, monkeypatch)
         consumer.until_in_vram()
-        reader = consumer.nixl._reader
+        reader = consumer.reader
         before = bits(consumer.worker.kv).clone()
         stop(reader.pid)
         reports: list[WorkerReport] = []
@@ -395,7 +404,7 @@ def test_memory_on_the_device_is_of_one_staging_alone_and_given_back(
 ) -> None:
     """Views of one caller must not be written over by another's."""
     consumer.until_in_vram()
-    room = consumer.session._landing._room  # type: ignore[union-attr]
+    room = consumer.room
     assert room is not None
     found = consumer.store.match(keys(BLOCKS))
     other = memoryview(bytearray(MIB))

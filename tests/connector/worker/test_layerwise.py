@@ -14,6 +14,7 @@ from connector_parts import (
     Hold,
     Worker,
     bits,
+    blocks_of,
     keys,
     load_job,
     save,
@@ -65,7 +66,7 @@ def step(worker: Worker, *jobs: LoadJob) -> WorkerReport:
 
 def on_copy(worker: Worker, layer: int, act: Callable[[], None]) -> None:
     """Run `act` before each copy of `layer`, in either direction."""
-    (blocks,) = worker.core._blocks
+    (blocks,) = blocks_of(worker)
 
     def acting(copy: Callable[..., None]) -> Callable[..., None]:
         def one(*args: Any) -> None:
@@ -268,13 +269,13 @@ class TestSaves:
         jobs = [save_job(2)]
         worker.core.layer_written(LAYERS[0], jobs)
         wait_for(lambda: store.reserved() == 2, "slots")
-        half = len(next(iter(store._slots.values())).payload) // 2
+        half = len(next(iter(store.slots())).payload) // 2
 
         def first_layer_is_there() -> bool:
-            return all(any(slot.payload[:half]) for slot in store._slots.values())
+            return all(any(slot.payload[:half]) for slot in store.slots())
 
         wait_for(first_layer_is_there, "the first layer")
-        assert not any(any(slot.payload[half:]) for slot in store._slots.values())
+        assert not any(any(slot.payload[half:]) for slot in store.slots())
         worker.kv[LAYERS[1]].view(torch.int16).add_(1)  # the forward goes on
         worker.core.layer_written(LAYERS[1], jobs)
         assert store.sealed() == [], "the forward may still break off"

@@ -12,6 +12,7 @@ from connector_parts import (
     Clock,
     Hold,
     Worker,
+    hinder,
     load_job,
     save,
     save_job,
@@ -117,17 +118,7 @@ def test_a_save_that_is_given_up_is_counted_with_its_reason(
 ) -> None:
     clock = Clock()
     worker = Worker(store, clock=clock, kind=LayerwiseWorker)
-    hold = Hold()
-    if reason == "node-dead":
-        store.node_down = True
-    elif reason == "error":
-        store.on_reserve = lambda: 1 // 0 and None  # type: ignore[func-returns-value]
-    elif reason == "no-store":
-        worker.core._store.close()
-    elif reason == "too-busy":
-        worker.core._blocks = []  # as before the engine has given its memory
-    elif reason == "deadline":
-        store.on_reserve = hold
+    hold = hinder(store, worker, reason)
     jobs = [save_job(2)]
     for name in LAYERS[:1] if reason == "incomplete" else LAYERS:
         worker.core.layer_written(name, jobs)
@@ -153,17 +144,7 @@ def test_a_load_that_fails_is_counted_with_its_reason(store: MemoryBlockStore, r
     save(other, save_job(2))
     other.core.close()
     job = load_job(store, 2)
-    hold = Hold()
-    if reason == "load-failed":
-        store.evict(job.blocks[1].found[0].key)
-    elif reason == "error":
-        store.on_view = lambda: 1 // 0 and None  # type: ignore[func-returns-value]
-    elif reason == "no-store":
-        worker.core._store.close()
-    elif reason == "too-busy":
-        worker.core._blocks = []  # as before the engine has given its memory
-    elif reason == "deadline":
-        store.on_view = hold
+    hold = hinder(store, worker, reason)
     worker.core.start_loads([job])
     for name in LAYERS[:1] if reason == "incomplete" else LAYERS:
         worker.core.wait_layer_load(name)

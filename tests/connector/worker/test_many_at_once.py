@@ -12,10 +12,10 @@ from connector_parts import PER_KEY, Worker, hashes_of, layout, save, wait_for
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob
 from connector.scheduler.lazy_store import LazyStore
 from connector.scheduler.lookup import Lookup, Lookups
-from kvstore import BlockSession
-from kvstore.client.local import host_writer
-from kvstore.client.local.control import ControlChannel
+from kvstore.client.nodes.control import ControlChannel
+from kvstore.client.nodes.saving import host_writer
 from kvstore.protocol.control import Op
+from kvstore.spi import BlockSession
 
 if TYPE_CHECKING:
     from stores import NodeProcess

@@ -15,7 +15,8 @@ from connector.copiers.registered import kv_memory
 from connector.worker import layerwise_worker as layerwise_module
 from connector.worker import worker as worker_module
 from connector.worker.layerwise_worker import LayerwiseWorker
-from kvstore import BlockSession, Limits
+from kvstore import Limits
+from kvstore.spi import BlockSession
 from kvstore.transport.stream.security import StreamSecurity
 
 torch = pytest.importorskip("torch")
@@ -57,6 +58,10 @@ def far(node):
         store.close()
 
 
+def group_of(worker):
+    return worker.core._groups[0]
+
+
 @pytest.mark.parametrize("window_blocks", [1, 2, 100])
 def test_a_worker_loads_what_another_host_has_one_batch_a_window(
     near, far, monkeypatch, window_blocks
@@ -64,7 +69,7 @@ def test_a_worker_loads_what_another_host_has_one_batch_a_window(
     one = Worker(near, seed=1)
     save(one, save_job(4))
     near.match(keys(4))
-    block_bytes = one.core._groups[0].read_bytes_max
+    block_bytes = group_of(one).read_bytes_max
     monkeypatch.setattr(worker_module, "LOAD_STAGING_BYTES", window_blocks * block_bytes)
     other = Worker(far, seed=2)
     batches = []
@@ -111,7 +116,7 @@ def test_what_a_step_loads_from_another_host_arrives_there_too(
 ):
     one, other = Worker(near, seed=1), Worker(far, seed=2, kind=LayerwiseWorker)
     save(one, save_job(4))
-    block_bytes = one.core._groups[0].read_bytes_max
+    block_bytes = group_of(one).read_bytes_max
     monkeypatch.setattr(layerwise_module, "LOAD_STAGING_BYTES", window_blocks * block_bytes)
     job = load_job(far, 4)
     arrived, views = [], far.views
@@ -124,9 +129,10 @@ def test_what_a_step_loads_from_another_host_arrives_there_too(
     report = other.core.poll()
     assert (report.invalid_block_ids, report.ended_loads) == (set(), {0: 1})
     assert torch.equal(bits(other.kv)[:, 11:19], bits(one.kv)[:, 1:9])
-    offsets = [address_of(v.buffer) - address_of(other.core._staging) for v in arrived]
+    staging = other.core._staging
+    offsets = [address_of(v.buffer) - address_of(staging) for v in arrived]
     assert len(offsets) == 4
-    assert all(0 <= offset < len(other.core._staging) for offset in offsets)
+    assert all(0 <= offset < len(staging) for offset in offsets)
     assert offsets == [i % window_blocks * block_bytes for i in range(4)]
 
 
@@ -146,7 +152,7 @@ def test_what_a_step_finds_on_its_own_host_needs_no_room_there(near, monkeypatch
 
 
 def test_a_worker_saves_to_another_host(near, far):
-    near.clear(Worker(far, seed=3).core._groups[0].namespace.id)
+    near.clear(group_of(Worker(far, seed=3)).namespace.id)
     one = Worker(far, seed=3)
     save(one, save_job(3))
     assert len(near.match(keys(3))) == 3

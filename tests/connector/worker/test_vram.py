@@ -9,13 +9,13 @@ from redis_servers import wait_until
 from stores import NodeThread
 
 from connector.worker.vram import VramStore
-from kvstore import (
+from kvstore import PutStatus
+from kvstore.spi import (
     BlockSession,
     BlockStore,
     DeviceRange,
     DeviceReservation,
     NodeUnavailableError,
-    PutStatus,
 )
 from kvstore.testing.cuda import ModelCuda
 

@@ -14,7 +14,7 @@ from connector.copiers.cuda.kernel_plan import layout_of
 from connector.copiers.cuda.page_lock import LockedPool
 from connector.scheduler.lazy_store import LazyStore
 from connector.worker.vram import VramStore
-from kvstore import BlockSession, VramPool
+from kvstore.spi import BlockSession, VramPool
 from kvstore.testing.cuda import ModelCuda
 
 torch = pytest.importorskip("torch")
@@ -87,7 +87,7 @@ def test_vram_has_drained_before_host_memory_is_unlocked(node, tmp_path, monkeyp
     assert set(registrar.copied_at_unlock) == {device.queued}
     assert device.queued > copied
     assert not device.broken
-    assert not device._registered
+    assert not device.registered
 
 
 def test_trap_memory_that_has_gone_stays_locked_under_what_goes_down(node, tmp_path):
@@ -106,15 +106,15 @@ def test_trap_memory_that_has_gone_stays_locked_under_what_goes_down(node, tmp_p
     device.hold.clear()
     stopping = threading.Thread(target=pool.stop)
     stopping.start()
-    wait_for(lambda: len(device._flying) > 0, "copies under way")
+    wait_for(lambda: len(device.flying) > 0, "copies under way")
     there.clear()  # its node has died: it is mapped no more
     locks.look()
-    assert device._registered, "a device that finds memory unlocked under its copies is lost"
+    assert device.registered, "a device that finds memory unlocked under its copies is lost"
     device.hold.set()
     stopping.join(60)
     assert not stopping.is_alive()
     locks.look()
-    assert not device._registered
+    assert not device.registered
     assert not device.broken
     assert device.pageable == before
     session.close()

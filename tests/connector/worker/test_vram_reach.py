@@ -30,7 +30,7 @@ from connector.messages import WorkerReport
 from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
 from connector.settings import ConnectorSettings
-from kvstore.client.vram import nodes as vram
+from kvstore.client.nodes import known
 from kvstore.testing.blockstore import MemoryBlockStore
 from kvstore.testing.cuda import ModelCuda
 
@@ -183,7 +183,9 @@ def test_vram_that_cannot_be_opened_costs_no_load_and_a_host_copy_is_found(
 def test_vram_that_fails_later_is_believed_no_more(
     make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vram, "ABSENT_S", 600.0)
+    monkeypatch.setattr(known, "RETRY_AFTER_S", 600.0)
+    monkeypatch.setattr(known, "RETRY_AFTER_MAX_S", 600.0)
+    monkeypatch.setattr(known, "VRAM_RETRY_AFTER_MAX_S", 600.0)
     producer, model = make(ModelCuda(tmp_path)), ModelCuda(tmp_path)
     consumer = make(model)
     sees(consumer, 2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from contextlib import closing
 from pathlib import Path
@@ -12,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from connector_parts import GEOMETRY, hashes_of
+from own_python import printed
 
 from connector.build import EngineShape
 from connector.layout.topology import TpKVTopology
 from connector.settings import ConnectorSettings
-from kvstore import BlockSession, Reservation
+from kvstore.spi import BlockSession, Reservation
 
 if TYPE_CHECKING:
     from stores import NodeProcess
@@ -32,7 +31,7 @@ PROGRAM = textwrap.dedent("""
     from connector.layout.topology import TpKVTopology
     from connector.messages import LoadBlock, LoadJob
     from connector.settings import ConnectorSettings
-    from kvstore import BlockRef
+    from kvstore.spi import BlockRef
     told = json.loads(sys.argv[1])
     geometry = KVGeometry(**told["geometry"])
     shape = EngineShape.of_one_group(geometry, TpKVTopology.of(), {"model": "m"})
@@ -113,15 +112,8 @@ def test_a_first_load_imports_maps_and_connects_to_nothing(node: NodeProcess) ->
         "found": found,
         "ours": ["kvstore", "connector", "redis", "msgpack", "xxhash", "numpy"],
     }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(told)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=True,
-    )
-    said = json.loads(done.stdout)
+    done = printed(PROGRAM, json.dumps(told), cwd=ROOT)
+    said = json.loads(done)
     assert (said["loaded"], said["failed"], said["bytes"]) == (["q"], [], GEOMETRY.layers)
     assert len(said["before"]["mapped"]) == len(said["before"]["connected"]) == 1
     assert said["after"] == said["before"]

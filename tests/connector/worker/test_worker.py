@@ -17,6 +17,7 @@ from connector_parts import (
     Hold,
     Worker,
     bits,
+    blocks_of,
     keys,
     layout,
     load_job,
@@ -30,7 +31,7 @@ from connector.layout.topology import TpKVTopology
 from connector.messages import LoadBlock, LoadJob, SaveBlock, SaveJob, WorkerReport
 from connector.scheduler.lazy_store import LazyStore
 from connector.worker.worker import WorkerCore
-from kvstore import BlockRef, NodeUnavailableError
+from kvstore.spi import BlockRef, NodeUnavailableError
 from kvstore.testing.blockstore import MemoryBlockStore, timed_out
 
 torch = pytest.importorskip("torch")
@@ -286,7 +287,7 @@ class TestLoadDeadline:
         save(worker, save_job(1))
         job = load_job(store, 1)
         hold = Hold()
-        (blocks,) = worker.core._blocks
+        (blocks,) = blocks_of(worker)
         copy = blocks.scatter_many
 
         def slow(*args) -> None:
@@ -316,7 +317,7 @@ def test_a_copy_that_hangs_is_logged_and_counted_although_the_engine_takes_no_st
     if not saves:
         save(worker, save_job(1))
     hold = Hold()
-    (blocks,) = worker.core._blocks
+    (blocks,) = blocks_of(worker)
     way = "gather_many" if saves else "scatter_many"
     monkeypatch.setattr(blocks, way, lambda *_: hold())
     if saves:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from connector_parts import Clock, Hold, Worker, keys, save, save_job, wait_for
+from connector_parts import Clock, Hold, Worker, blocks_of, keys, save, save_job, wait_for
 
 from connector.messages import SaveBlock, SaveJob
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -40,7 +40,7 @@ def test_a_full_node_drops_what_does_not_fit() -> None:
 def test_an_error_while_copying_gives_the_slots_back(
     store: MemoryBlockStore, worker: Worker
 ) -> None:
-    (blocks,) = worker.core._blocks
+    (blocks,) = blocks_of(worker)
     copy = blocks.gather_many
 
     def broken(items, layer) -> None:
@@ -64,7 +64,7 @@ def test_the_copy_guard_a_save_past_its_deadline_reads_and_publishes_nothing(
     clock.now += 6
     assert worker.core.poll().ended_saves == {0: 1}
     reads: list[int] = []
-    (blocks,) = worker.core._blocks
+    (blocks,) = blocks_of(worker)
     blocks.gather_many = lambda *args: reads.append(1)  # type: ignore[method-assign]
     clock.now -= 6
     hold.release()
@@ -120,7 +120,7 @@ def test_a_save_that_is_past_its_deadline_when_its_turn_comes_is_not_copied(
     hold.await_reached()
     clock.now += 6
     reads: list[int] = []
-    (blocks,) = worker.core._blocks
+    (blocks,) = blocks_of(worker)
     blocks.gather_many = lambda *args: reads.append(1)  # type: ignore[method-assign]
     hold.release()
     wait_for(lambda: store.reserve_calls == 1 and store.reserved() == 0, "slots given back")

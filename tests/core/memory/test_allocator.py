@@ -4,6 +4,7 @@ import random
 
 import pytest
 from allocator_pool import MIXES, Pool, lognormal, looks_around
+from each_input import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ class TestUniform:
         assert sorted(slot.offset for slot in slots) == [i * MIB for i in range(64)]
         pool.check()
 
-    @pytest.mark.parametrize("length", [4096, 5000, 12_000, 100_000, 300 * KIB])
+    @each("length", [4096, 5000, 12_000, 100_000, 300 * KIB])
     def test_a_full_segment_evicts_the_coldest_block_and_that_alone(self, length):
         pool = Pool(MIB)
         order = []
@@ -51,9 +52,9 @@ class TestUniform:
 
 
 class TestFill:
-    @pytest.mark.parametrize("seed", range(3))
-    @pytest.mark.parametrize("mix", MIXES)
-    @pytest.mark.parametrize(("part", "fill"), [(64, 0.80), (16, 0.65)])
+    @each("seed", range(3))
+    @each("mix", MIXES)
+    @each(("part", "fill"), [(64, 0.80), (16, 0.65)])
     def test_nothing_is_evicted_below_the_promised_fill(self, mix, part, fill, seed):
         """From the first value on."""
         rng, pool = random.Random(seed), Pool(256 * MIB)
@@ -62,7 +63,7 @@ class TestFill:
             assert pool.evicted == [] or pool.used >= fill, f"seed {seed}, {pool.used}"
         pool.check()
 
-    @pytest.mark.parametrize("seed", range(5))
+    @each("seed", range(5))
     def test_fifty_values_of_a_byte_to_two_megabytes_all_stay(self, seed):
         rng, pool = random.Random(seed), Pool(512 * MIB)
         for _ in range(50):
@@ -104,8 +105,8 @@ class TestEviction:
             if wanted == 4:
                 assert len(victims) == 1, f"seed {seed}"
 
-    @pytest.mark.parametrize("seed", range(4))
-    @pytest.mark.parametrize("mix", MIXES)
+    @each("seed", range(4))
+    @each("mix", MIXES)
     def test_no_more_is_evicted_than_the_request_and_one_block(self, mix, seed):
         rng, pool = random.Random(seed), Pool(32 * MIB)
         for _ in range(800):
@@ -190,7 +191,7 @@ class TestEviction:
         assert len(pool.allocator.in_the_way(MIB)) == 256
         assert [slot for slot, _ in looked[:4]] == cold[::-1]
 
-    @pytest.mark.parametrize("alone", [1, COLD_TRIED - 1, COLD_TRIED, COLD_TRIED + 1, 1033])
+    @each("alone", [1, COLD_TRIED - 1, COLD_TRIED, COLD_TRIED + 1, 1033])
     def test_a_window_is_found_however_many_blocks_are_shut_in(self, alone):
         pool = Pool(16 * MIB)
         slots = sorted((pool.put(4096) for _ in range(4096)), key=lambda slot: slot.offset)
@@ -272,6 +273,16 @@ class TestEviction:
             pool.allocator.used(hot)
         assert (small.offset, hot.offset) == (160 * KIB, 168 * KIB)
         assert pool.allocator.in_the_way(8192) == slots[:1]
+
+    def test_the_coldest_of_its_size_goes_rather_than_colder_smaller_ones_and_what_lies_there(self):
+        """As an attention block finds many states of a model, colder and a little smaller."""
+        pool = Pool(MIB)
+        pairs = [(pool.put(40 * KIB), pool.put(48 * KIB)) for _ in range(11)]
+        pool.pin(pool.put(56 * KIB))
+        *others, alike = (slot for _, slot in pairs)
+        for slot in others:
+            pool.allocator.used(slot)
+        assert pool.allocator.in_the_way(48 * KIB) == [alike]
 
     def test_however_long_a_node_has_run_what_was_used_lately_costs_more(self):
         pool = Pool(64 * KIB)

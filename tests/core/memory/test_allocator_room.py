@@ -4,6 +4,7 @@ import random
 
 import pytest
 from allocator_pool import MIXES, Pool
+from each_input import each
 
 from kvstore.core.memory.allocator import move_cost
 from kvstore.core.memory.granules import GRANULE_BYTES, granules_of
@@ -29,8 +30,8 @@ class TestChurn:
         pool.check()
         return seen
 
-    @pytest.mark.parametrize("mix", MIXES)
-    @pytest.mark.parametrize(("part", "fill"), [(64, 0.80), (16, 0.65)])
+    @each("mix", MIXES)
+    @each(("part", "fill"), [(64, 0.80), (16, 0.65)])
     def test_below_the_promised_fill_at_most_two_puts_of_any_hundred_evict(self, mix, part, fill):
         for seed in range(3):
             rng = random.Random(seed)
@@ -61,7 +62,7 @@ class TestClearance:
         assert pool.take(pool.size_bytes) is None  # what was freed last joins the rest
         return pool, slots
 
-    @pytest.mark.parametrize(
+    @each(
         ("sizes", "kept", "victims", "moves"),
         [
             # To the block beside the window, and never to one within it that goes as well.

@@ -1,4 +1,4 @@
-import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ def test_every_value_fits_what_it_takes(length):
     assert granules_of(length) * GRANULE_BYTES >= length
 
 
-@pytest.mark.parametrize(
+@each(
     ("length", "kib"),
     [
         (1, 4),

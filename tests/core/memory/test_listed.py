@@ -125,5 +125,6 @@ def test_a_block_that_goes_takes_nothing_with_it_and_leaves_nothing_behind() -> 
     blocks.remove(one)
     assert blocks.page(b"", 9) == [other.key]
     assert blocks.namespaces(9) == [(1, 1)]
+    assert blocks.bytes_by_namespace(9) == [(1, 4096)]
     blocks.remove(other)
     assert vars(blocks) == vars(Listed())

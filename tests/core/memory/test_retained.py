@@ -4,6 +4,7 @@ import random
 
 import pytest
 from allocator_pool import looks_around
+from each_input import each
 
 from kvstore.core.answers import Grant
 from kvstore.core.events import (
@@ -254,8 +255,8 @@ class TestRoomBetween:
         assert node.has(*self.kept)
         assert node.core.blocks.retained.bytes == len(self.kept) * BLOCK
 
-    @pytest.mark.parametrize("size", [BLOCK, 2048 * BLOCK])
-    @pytest.mark.parametrize("times", [2, 4, 6])
+    @each("size", [BLOCK, 2048 * BLOCK])
+    @each("times", [2, 4, 6])
     def test_no_value_is_refused_where_others_lie_between_retained_and_pinned_blocks(
         self, size, times
     ):
@@ -421,7 +422,7 @@ class TestRetentions:
         assert kept.next_end == 700
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each("seed", range(8))
 def test_in_any_order_of_puts_and_wishes_what_was_promised_is_there(seed):
     rng, node, promised = random.Random(seed), Node(Limits()), {}
     for _ in range(600):

@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+from each_input import each
 
 from kvstore.core.memory.granules import GRANULE_BYTES, PAGE
 from kvstore.core.memory.slots import TRANSITIONS, Slot, SlotEvent, SlotState
@@ -13,7 +14,7 @@ def slot_in(state: SlotState) -> Slot:
     return slot
 
 
-@pytest.mark.parametrize(("state", "event"), [*itertools.product(SlotState, SlotEvent)])
+@each(("state", "event"), [*itertools.product(SlotState, SlotEvent)])
 def test_only_the_transitions_of_the_table_are_possible(state, event):
     slot = slot_in(state)
     if (state, event) in TRANSITIONS:

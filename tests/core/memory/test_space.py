@@ -4,6 +4,7 @@ import random
 
 import pytest
 from allocator_pool import Pool
+from each_input import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,10 @@ from kvstore.core.memory.space import Space
 from kvstore.errors import InternalError, UsageError
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
+def space_of(pool):
+    return pool.allocator._space
 
 
 def one(space, size, *, high):
@@ -69,13 +74,13 @@ class TestSpace:
     def test_a_slot_on_free_granules_is_found(self):
         pool = Pool(64 * KIB)
         slot = pool.put(8192)
-        pool.allocator._space.give(slot.start, slot.size)
+        space_of(pool).give(slot.start, slot.size)
         with pytest.raises(InternalError, match="is free and of slot"):
             list(pool.allocator.extents())
 
     def test_granules_that_are_nobodys_are_found(self):
         pool = Pool(64 * KIB)
-        pool.allocator._space.take(8, high=False)
+        space_of(pool).take(8, high=False)
         with pytest.raises(InternalError, match="granule 0 is neither free nor of a slot"):
             list(pool.allocator.extents())
 
@@ -114,7 +119,7 @@ class TestSpace:
             if slot.length >= 16_384:
                 assert slot.offset % 4096 == 0
 
-    @pytest.mark.parametrize("size_bytes", [0, 1000, 60 << 10, (64 << 10) + 1, 1 << 60])
+    @each("size_bytes", [0, 1000, 60 << 10, (64 << 10) + 1, 1 << 60])
     def test_a_size_that_is_no_number_of_pages_in_range_is_refused_by_name(self, size_bytes):
         with pytest.raises(UsageError, match="size_bytes"):
             Allocator(size_bytes)

@@ -91,3 +91,54 @@ def test_after_a_failover_just_the_latest_removals_are_repeated(monkeypatch: pyt
         outbox.removed([(KEY, record)])
     outbox.remove_again()
     assert outbox.take_removals(10) == [(KEY, b"1"), (KEY, b"3")]
+
+
+def test_the_record_of_a_copy_takes_the_place_of_the_removal_of_the_one_before():
+    outbox, slot = Outbox(10), sealed(b"memory")
+    outbox.publish(slot)
+    outbox.published(outbox.take_publications(10))
+    outbox.withdraw(slot)
+    outbox.publish_copy(KEY, b"disk", b"memory")
+    assert outbox.take_removals(10) == []
+    assert outbox.take_publications(10) == [(KEY, b"disk")]
+    assert outbox.awaited == 0
+    outbox.published([(KEY, b"disk")])
+    assert outbox.publications_pending == 0
+
+
+@pytest.mark.parametrize("how", ["it left the disk", "it was saved anew"])
+def test_where_a_copys_record_was_not_taken_the_one_before_is_removed_after_all(how):
+    outbox, slot = Outbox(10), sealed(b"memory")
+    outbox.publish(slot)
+    outbox.published(outbox.take_publications(10))
+    outbox.withdraw(slot)
+    outbox.publish_copy(KEY, b"disk", b"memory")
+    if how == "it was saved anew":
+        outbox.publish(sealed(b"new"))
+        assert outbox.take_publications(10) == [(KEY, b"new")]
+        assert outbox.take_removals(10) == [(KEY, b"memory")]
+    else:
+        outbox.withdraw_copy(KEY, b"disk")
+        assert outbox.take_publications(10) == []
+        assert sorted(outbox.take_removals(10)) == [(KEY, b"disk"), (KEY, b"memory")]
+
+
+def test_copies_go_last_and_beyond_the_limit_a_round_over_all_is_due(monkeypatch):
+    monkeypatch.setattr(module, "COPIES_MAX", 2)
+    outbox = Outbox(10)
+    for i in range(3):
+        outbox.publish_copy(bytes([i]) * 32, b"%d" % i)
+    assert outbox.rounds_due == 1
+    outbox.publish(sealed(b"memory"))
+    outbox.publish_again(sealed(b"again", OTHER))
+    taken = [record for _, record in outbox.take_publications(10)]
+    assert taken == [b"memory", b"again", b"1", b"2"]
+    assert [record for _, record in outbox.take_publications(3)] == taken[:3]
+
+
+def test_copies_whose_part_of_the_index_is_away_go_behind_the_others():
+    outbox = Outbox(10)
+    outbox.publish_copy(KEY, b"1")
+    outbox.publish_copy(OTHER, b"2")
+    outbox.postpone([(KEY, b"1")])
+    assert outbox.take_publications(10) == [(OTHER, b"2"), (KEY, b"1")]

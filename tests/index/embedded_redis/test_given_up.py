@@ -105,6 +105,10 @@ class Lives:
         monkeypatch.setattr(self.watched, "_start", self.start)
         monkeypatch.setattr(self.watched, "_unused", lambda locks: len(self.starts) >= 20)
 
+    def end(self) -> None:
+        """Watch over it until it is given up or unused."""
+        self.watched._watch({})
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
@@ -120,7 +124,7 @@ def test_only_ends_of_redis_that_are_close_together_make_it_give_up(
 ) -> None:
     """It dies at once after every start, until the last user goes after 20 of them."""
     lives = Lives(tmp_path, monkeypatch, life_s=apart_s)
-    lives.watched._watch({})
+    lives.end()
     assert len(lives.starts) == starts
     assert bool(supervisor.given_up(tmp_path / supervisor.SOCKET)) == (starts < 20)
 
@@ -129,7 +133,7 @@ def test_starts_that_fail_are_tried_again_later_and_later_and_the_reason_is_kept
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lives = Lives(tmp_path, monkeypatch, life_s=0.0, why="no answer within 5 s: it wrote no log")
-    lives.watched._watch({})
+    lives.end()
     waits = [later - sooner for sooner, later in itertools.pairwise(lives.starts)]
     assert all(
         wait == pytest.approx(least, abs=2 * supervisor.POLL_S)

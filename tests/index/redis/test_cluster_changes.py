@@ -12,14 +12,16 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import pytest
+from own_python import holds_in_child
 from redis.crc import key_slot
+from threads_at_once import at_once
 
 from kvstore.circuit_breaker import Breaker
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.cluster import ClusterRoute
-from kvstore.index.redis.index import open_index
-from kvstore.index.redis.key_space import command
+from kvstore.index.redis.index import RedisIndex, open_index
+from kvstore.index.redis.key_space import KeySpace, command
 from kvstore.index.redis.route import Shard
 
 if TYPE_CHECKING:
@@ -29,6 +31,22 @@ KEYS = [os.urandom(32) for _ in range(30)]
 RECORDS = [KeyRecord(key, b"record") for key in KEYS]
 SLOTS_MAX = 16383
 IDS = range(1, 100)
+
+
+SPACE = KeySpace("kv:default")
+"""What is in Redis under the prefix that an index has by default."""
+
+
+def route_of(index: RedisIndex) -> ClusterRoute:
+    """By which it looks up."""
+    route = index._read
+    assert isinstance(route, ClusterRoute)
+    return route
+
+
+def has_map(route: ClusterRoute, ranges: list[tuple[int, int, tuple[str, int]]]) -> None:
+    """As if the cluster had told it that."""
+    route._owner = route._use(ranges)
 
 
 def test_a_shard_that_refuses_the_password_is_away_like_any_other(
@@ -93,7 +111,7 @@ def test_a_shard_that_leaves_the_map_while_another_thread_asks_it_is_away(
     redis_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_index(redis_cluster.url, timeout_s=5)) as index:
-        assert isinstance(index._read, ClusterRoute)
+        route = route_of(index)
         assert index.lookup(KEYS)
         ask = ClusterRoute._ask
 
@@ -106,7 +124,7 @@ def test_a_shard_that_leaves_the_map_while_another_thread_asks_it_is_away(
         with suppress(IndexUnavailableError):
             index.lookup(KEYS)
         monkeypatch.undo()
-        index._read.mistaken()
+        route.mistaken()
         assert len(index.lookup(KEYS)) == len(KEYS)
 
 
@@ -126,7 +144,7 @@ def test_a_shard_that_comes_between_two_looks_at_the_map_is_in_the_incarnation(
             if ranges is None:
                 route.mistaken()
             else:
-                route._owner = route._use(ranges)
+                has_map(route, ranges)
             return shards(route)
 
         monkeypatch.setattr(ClusterRoute, "shards", changing)
@@ -164,9 +182,8 @@ def test_threads_that_ask_one_shard_judge_it_one_after_the_other() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
         port = nobody.getsockname()[1]
     with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
-        route = index._read
-        assert isinstance(route, ClusterRoute)
-        route._owner = route._use([(0, SLOTS_MAX, ("127.0.0.1", port))])
+        route = route_of(index)
+        has_map(route, [(0, SLOTS_MAX, ("127.0.0.1", port))])
         owner, breaker = route._owner, Unlocked()
         route._away = dict.fromkeys(route._away, breaker)
 
@@ -176,11 +193,7 @@ def test_threads_that_ask_one_shard_judge_it_one_after_the_other() -> None:
                 with suppress(IndexUnavailableError):
                     index.lookup(KEYS[:1])
 
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
+        at_once([ask] * 4)
         assert breaker.most == 1
 
 
@@ -198,19 +211,13 @@ def test_a_child_that_is_forked_while_the_map_is_fetched_can_fetch_one(
             done.wait(10)
 
     with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
-        assert isinstance(index._read, ClusterRoute)
-        thread = threading.Thread(target=hold, args=(index._read,))
+        thread = threading.Thread(target=hold, args=(route_of(index),))
         thread.start()
         assert held.wait(10)
-        child = os.fork()
-        if child == 0:
-            try:
-                os._exit(index.lookup(KEYS[:1]) != [None])
-            except IndexUnavailableError:
-                os._exit(3)
+        answered = holds_in_child(lambda: index.lookup(KEYS[:1]) == [None])
         done.set()
         thread.join()
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert answered
 
 
 def test_a_shard_that_a_slot_is_on_its_way_to_is_away_like_any_other(
@@ -218,13 +225,12 @@ def test_a_shard_that_a_slot_is_on_its_way_to_is_away_like_any_other(
 ) -> None:
     port, said = says
     with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
-        route = index._read
-        assert isinstance(route, ClusterRoute)
+        route = route_of(index)
         with closing(socket.create_server(("127.0.0.1", 0))) as other:
             nobody = other.getsockname()[1]
         slots = [(0, 8000, ("127.0.0.1", port)), (8001, SLOTS_MAX, ("127.0.0.1", nobody))]
-        route._owner = route._use(slots)
-        here = [key for key in KEYS if index._space.slot(key) <= 8000]
+        has_map(route, slots)
+        here = [key for key in KEYS if SPACE.slot(key) <= 8000]
         said[0] = b"-ASK 1 127.0.0.1:%d\r\n" % nobody
         assert index.lookup(here[:1]) == [None]
 
@@ -235,7 +241,7 @@ def test_a_node_whose_shard_is_away_stays_among_the_nodes(redis_cluster: RedisCl
         closing(open_index(redis_cluster.url, timeout_s=5, publish_timeout_s=5)) as index,
         closing(open_index(redis_cluster.url, timeout_s=5, publish_timeout_s=0.5)) as other,
     ):
-        owners = [shard_of(index._space.nodes_key), *map(shard_of, map(index._space.node_key, IDS))]
+        owners = [shard_of(SPACE.nodes_key), *map(shard_of, map(SPACE.node_key, IDS))]
         away = next(shard for shard in owners if shard != owners[0])
         there = IDS[owners.index(away, 1) - 1]
         index.announce(there, b"announcement", 60.0)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from redis_servers import RedisServer, wait_until
 
-from kvstore import AsyncClient, BlockSession, Client, IndexUnavailableError, MissReason
+from kvstore import AsyncClient, Client, MissReason
 from kvstore.index.base import patient
 from kvstore.index.outage import GuardedIndex
 from kvstore.index.redis.index import open_index
 from kvstore.keys import Namespace
 from kvstore.limits import PATIENT_TIMEOUT_S
+from kvstore.spi import BlockSession, IndexUnavailableError
 from kvstore.testing.proxy import FaultyProxy
 
 SLOW_S = 0.15
@@ -95,7 +96,7 @@ def test_patience_is_of_one_thread_and_one_block(proxy: FaultyProxy) -> None:
 
 
 def test_who_asks_how_it_is_waits_a_second(proxy: FaultyProxy, tmp_path: Path) -> None:
-    proxy.delay_s = SLOW_S
+    proxy.delay_s = SLOW_S / 2  # of many answers
     with Client(url(proxy), run_dir=tmp_path) as client:
         for _ in range(2):
             client.ping()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import redis
+from each_input import each
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis_servers import RedisServer, free_port, wait_until
@@ -215,7 +216,7 @@ def test_what_is_listed_ends_at_the_own_keys_alone_or_in_a_transaction(
     assert not server.admin().exists(OWN_KEY)
 
 
-@pytest.mark.parametrize("wild", ["kv:*", "kv:victi?", "kv:[uv]ictim", "kv:\\victim", "kv:{a}", ""])
+@each("wild", ["kv:*", "kv:victi?", "kv:[uv]ictim", "kv:\\victim", "kv:{a}", ""])
 def test_a_prefix_that_is_a_pattern_is_refused(wild: str) -> None:
     for role in AclRole:
         with pytest.raises(UsageError, match=r"^key_prefix="):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from each_input import each
 from redis_servers import RedisServer
 
 from kvstore.index.outage import GuardedIndex
@@ -18,7 +19,7 @@ def said(url: str) -> str:
     return identity_of(parse_url(url))
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other"),
     [
         ("redis://db.example", "redis://DB.example:6379/0"),
@@ -32,7 +33,7 @@ def test_two_ways_to_write_one_address_are_the_same(one: str, other: str) -> Non
     assert said(one) == said(other) != ""
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other"),
     [
         ("redis://db.example", "redis://db.example:6380"),

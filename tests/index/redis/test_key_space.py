@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import hiredis
-import pytest
+from each_input import each
 
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.key_space import KeySpace
@@ -26,8 +26,8 @@ def words(request: bytes) -> object:
     return told
 
 
-@pytest.mark.parametrize("count", [1, 2, 300])
-@pytest.mark.parametrize("prefix", ["k", "kv:default", "p" * 128])
+@each("count", [1, 2, 300])
+@each("prefix", ["k", "kv:default", "p" * 128])
 def test_a_request_says_each_key_and_its_record(count: int, prefix: str) -> None:
     space, blocks = KeySpace(prefix), some(count)
     names = [b"%s:{%s}:%s" % (prefix.encode(), k[:8].hex().encode(), k[8:]) for k, _ in blocks]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 from contract.index import scanned
+from each_input import each
 from redis_servers import RedisCluster, RedisServer, free_port
 from stores import MIB, PATIENT
 
@@ -307,8 +308,8 @@ def test_a_client_only_reads(server: RedisServer) -> None:
     client.close()
 
 
-@pytest.mark.parametrize("role", list(AclRole))
-@pytest.mark.parametrize("prefix", [OTHER, NESTED])
+@each("role", list(AclRole))
+@each("prefix", [OTHER, NESTED])
 def test_another_tenants_keys_are_out_of_reach(
     server: RedisServer, role: AclRole, prefix: str
 ) -> None:
@@ -412,9 +413,7 @@ def test_a_prefix_that_a_shorter_ones_patterns_reach_is_refused(tail: str) -> No
         acl_rules(AclRole.NODE, f"kv:alice{tail}", None)
 
 
-@pytest.mark.parametrize(
-    "tail", ["", ":epoch", ":epoch:x", ":node", ":nodes", ":node:1", "2", ":b"]
-)
+@each("tail", ["", ":epoch", ":epoch:x", ":node", ":nodes", ":node:1", "2", ":b"])
 def test_no_key_under_a_prefix_matches_a_pattern_of_another(tail: str) -> None:
     tenant, other = "kv:alice", f"kv:alice{tail or ':c'}"
     space = KeySpace(other)

@@ -16,10 +16,15 @@ from redis_servers import RedisCluster, RedisSentinel, RedisServer, free_port, s
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.index import RedisIndex, open_index
+from kvstore.index.redis.key_space import KeySpace
 from kvstore.limits import BATCH_KEYS_MAX, REDIS_ARGS_MAX
 
 KEYS = [os.urandom(32) for _ in range(3)]
 RECORDS = [KeyRecord(key, b"record") for key in KEYS]
+
+
+SPACE = KeySpace("kv:default")
+"""What is in Redis under the prefix that an index has by default."""
 
 
 @pytest.fixture
@@ -165,11 +170,11 @@ def test_keys_of_another_redis_type_are_misses_and_are_left_alone(server: RedisS
     index = open_index(server.url, timeout_s=5, publish_timeout_s=5)
     admin = server.admin()
     index.publish(RECORDS)
-    name = index._space.redis_key(KEYS[1])
+    name = SPACE.redis_key(KEYS[1])
     admin.delete(name)
     admin.rpush(name, b"list")
-    admin.rpush(index._space.node_key(5), b"list")
-    admin.hset(index._space.node_key(6), b"a", b"b")
+    admin.rpush(SPACE.node_key(5), b"list")
+    admin.hset(SPACE.node_key(6), b"a", b"b")
     assert index.lookup(KEYS) == [b"record", None, b"record"]
     assert index.node(5) is None
     assert index.nodes() == {}
@@ -190,7 +195,7 @@ def test_foreign_values_come_back_as_they_are_for_the_record_check_to_refuse(
     server: RedisServer,
 ) -> None:
     index = open_index(server.url, timeout_s=5)
-    server.admin().set(index._space.redis_key(KEYS[0]), b"x" * 5000)
+    server.admin().set(SPACE.redis_key(KEYS[0]), b"x" * 5000)
     assert index.match(KEYS) == [b"x" * 5000]
     index.close()
 
@@ -277,7 +282,7 @@ def test_a_cluster_with_a_hanging_shard_answers_for_the_others() -> None:
         keys = [os.urandom(32) for _ in range(30)]
         index.publish([KeyRecord(key, b"r") for key in keys])
         with stopped(cluster.nodes[2]):
-            away = [index._space.slot(key) // 5462 == 2 for key in keys]
+            away = [SPACE.slot(key) // 5462 == 2 for key in keys]
             assert 0 < sum(away) < len(keys)
             index.lookup(keys)  # pays for finding out
             begun = time.monotonic()
@@ -300,7 +305,7 @@ def test_slots_that_move_to_another_shard_are_followed(redis_cluster: RedisClust
     index = open_index(redis_cluster.url, timeout_s=10, publish_timeout_s=10)
     key = os.urandom(32)
     index.publish([KeyRecord(key, b"r")])
-    slot, name = index._space.slot(key), index._space.redis_key(key)
+    slot, name = SPACE.slot(key), SPACE.redis_key(key)
     old = redis_cluster.nodes[slot // 5462]
     new = next(node for node in redis_cluster.nodes if node is not old)
     ids = {n: n.admin().execute_command("CLUSTER MYID").decode() for n in (old, new)}
@@ -335,7 +340,7 @@ def test_a_master_that_became_a_replica_is_left_for_the_one_that_sentinel_names(
             index.publish(RECORDS)
             assert index.match(KEYS) == [b"record"] * 3
             assert index.incarnation() != before
-            assert two.admin().get(index._space.redis_key(KEYS[0])) == b"record"
+            assert two.admin().get(SPACE.redis_key(KEYS[0])) == b"record"
             index.close()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from each_input import each
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -11,7 +12,22 @@ from kvstore.index.redis.index import open_index
 from kvstore.index.redis.url import parse_url, redacted
 
 
-@pytest.mark.parametrize(
+@each(
+    "rest",
+    [
+        "://u:p@h:1/2",
+        "s://h?ssl_check_hostname=no",
+        "+sentinel://a,b:2/main/5",
+        "s+sentinel://a/main",
+        "+cluster://a:1,b",
+        "s+cluster://a",
+    ],
+)
+def test_a_url_may_say_valkey(rest: str) -> None:
+    assert parse_url(f"valkey{rest}") == parse_url(f"redis{rest}")
+
+
+@each(
     ("url", "expected"),
     [
         ("redis://", {"kind": "single", "hosts": (("localhost", 6379),), "db": 0}),
@@ -44,7 +60,7 @@ def test_each_form_says_where_redis_is(url: str, expected: dict[str, object]) ->
     assert {name: getattr(target, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("url", "why"),
     [
         ("", "must be a URL"),
@@ -73,7 +89,7 @@ def test_a_wrong_url_is_refused_with_the_field_and_the_reason(url: str, why: str
     assert why in str(raised.value)
 
 
-@pytest.mark.parametrize(
+@each(
     "url",
     [
         "http://user:hunter2@h",
@@ -131,7 +147,7 @@ def test_the_repr_of_a_target_shows_no_password() -> None:
     assert "hunter" not in shown
 
 
-@pytest.mark.parametrize("prefix", ["", "a{b}", "a b", "a*", "k" * 129, "a\r\nb", None])
+@each("prefix", ["", "a{b}", "a b", "a*", "k" * 129, "a\r\nb", None])
 def test_a_key_prefix_that_would_not_keep_keys_apart_is_refused(prefix: object) -> None:
     with pytest.raises(UsageError, match="key_prefix="):
         open_index("redis://h", key_prefix=prefix)

@@ -8,16 +8,16 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
 from redis_servers import RedisServer, wait_until
-from stores import NodeThread
+from stores import NodeThread, in_loop
 
-from kvstore.client.local.control import ControlChannel
+from kvstore.client.nodes.control import ControlChannel
 from kvstore.core.events import Explain, Listing, Reserve, SessionDead, Stat
 from kvstore.errors import NodeUnavailableError
 from kvstore.limits import BATCH_KEYS_MAX
@@ -35,17 +35,28 @@ GREEDY = 16
 KEYS = os.urandom(BATCH_KEYS_MAX * KEY_BYTES)
 
 
+def socket_of(channel: ControlChannel) -> socket.socket:
+    """Return its connection, to say over it what no client says."""
+    connection = channel._socket
+    assert connection is not None
+    return connection
+
+
 @pytest.fixture
 def node() -> Iterator[NodeThread]:
     with RedisServer() as redis, NodeThread(redis) as node:
         yield node
 
 
-def channel(node: NodeThread) -> ControlChannel:
+Claim = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+"""Slots that a client says to have reserved and pinned."""
+
+
+def channel(node: NodeThread, held: Callable[[], Claim] = lambda: ((), ())) -> ControlChannel:
     directory = NodeDir(node.run_dir, "node")
     word = directory.announcement()
     assert word is not None
-    channel = ControlChannel(directory, (word.node_id, word.epoch), 10.0, lambda: ((), ()))
+    channel = ControlChannel(directory, (word.node_id, word.epoch), 10.0, held)
     channel.request(Op.STAT)
     return channel
 
@@ -58,7 +69,7 @@ class Handled:
         self.items: list[int] = []
         """Blocks that each of them named."""
         self.begun, self.go_on = threading.Event(), threading.Event()
-        core = node._node.core
+        core = node.node.core
         handle = core.handle
 
         def noted(event: Any, now: float) -> Any:
@@ -78,11 +89,10 @@ def test_who_asks_and_goes_fills_no_log(
     """asyncio says of each answer that it was lost."""
     with closing(channel(node)) as gone, closing(channel(node)) as other:
         handled = Handled(node, monkeypatch)
-        assert gone._socket is not None
-        gone._socket.sendall(b"".join(packed([Op.STAT, REQUEST + i]) for i in range(SENT)))
+        socket_of(gone).sendall(b"".join(packed([Op.STAT, REQUEST + i]) for i in range(SENT)))
         assert handled.begun.wait(10)
-        gone._socket.shutdown(socket.SHUT_RDWR)
-        gone._socket.close()
+        socket_of(gone).shutdown(socket.SHUT_RDWR)
+        socket_of(gone).close()
         handled.go_on.set()
         other.request(Op.STAT)
         assert handled.kinds.count(Stat) > 6, "asyncio says nothing of the first few"
@@ -95,9 +105,8 @@ def test_who_sends_thousands_of_requests_at_once_leaves_the_others_their_turn(
     """A member of the group may ask for lists, and one takes a millisecond."""
     with closing(channel(node)) as greedy, closing(channel(node)) as other:
         handled = Handled(node, monkeypatch)
-        assert greedy._socket is not None
         lists = [packed([Op.LIST, REQUEST + i, b"", 1]) for i in range(SENT)]
-        greedy._socket.sendall(b"".join(lists))
+        socket_of(greedy).sendall(b"".join(lists))
         assert handled.begun.wait(10)
         asked = other.post(Op.STAT)
         handled.go_on.set()
@@ -163,7 +172,7 @@ def reserve(client: ControlChannel, count: int = HELD) -> None:
 
 def came_back(client: ControlChannel) -> dict[str, int]:
     """What the node says after another HELLO."""
-    client._disconnect()
+    client.doubt()
     answer: dict[str, int] = client.request(Op.STAT)
     return answer
 
@@ -215,13 +224,13 @@ def test_who_claims_thousands_of_slots_is_read_in_turns(
         read.append(len(raw))
         return rows(field, raw, width)
 
-    with closing(channel(node)) as greedy, closing(channel(node)) as other:
+    claims: list[Claim] = [((), ())]
+    with closing(channel(node, lambda: claims[-1])) as greedy, closing(channel(node)) as other:
         monkeypatch.setattr(control_events, "_tuples", counted)
         turns: list[int] = []
         next_turn = Turns._next
         monkeypatch.setattr(Turns, "_next", lambda self: (turns.append(len(read)), next_turn(self)))
-        claimed = [(slot, 1) for slot in range(HELD)], [(slot, 1, 1) for slot in range(HELD)]
-        greedy._held = lambda: claimed
+        claims += [([(slot, 1) for slot in range(HELD)], [(slot, 1, 1) for slot in range(HELD)])]
         assert came_back(greedy)["reserved"] == 0
         assert read == [TURN_ITEMS] * (2 * HELD // TURN_ITEMS)
         assert max(b - a for a, b in itertools.pairwise(turns)) <= 2
@@ -232,9 +241,9 @@ def test_a_claim_that_is_refused_in_a_later_turn_ends_its_connection_with_the_re
     node: NodeThread,
 ) -> None:
     with closing(channel(node)) as other:
-        client = channel(node)
-        wrong = [(slot, 1) for slot in range(HELD)] + [(1, -1)]
-        client._held = lambda: (wrong, ())
+        claims: list[Claim] = [((), ())]
+        client = channel(node, lambda: claims[-1])
+        claims += [([(slot, 1) for slot in range(HELD)] + [(1, -1)], ())]
         with pytest.raises(NodeUnavailableError, match="reserved="):
             came_back(client)
         client.close()
@@ -245,14 +254,13 @@ def test_who_says_hello_anew_in_the_middle_of_its_own_keeps_what_it_claims_then(
     node: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The older HELLO frees nothing any more: it did not know of what the later one claims."""
-    with closing(channel(node)) as client, closing(channel(node)) as newer:
+    kept: list[tuple[int, int]] = []
+    with closing(channel(node)) as client, closing(channel(node, lambda: (kept, ()))) as newer:
         reserve(client, BATCH_KEYS_MAX)
-        kept = [(s.slot_id, s.generation) for s in node._node.core.blocks.by_key.values()][
-            -TURN_ITEMS:
-        ]
+        granted = [*node.node.core.blocks.by_key.values()][-TURN_ITEMS:]
+        kept += [(slot.slot_id, slot.generation) for slot in granted]
         newer._disconnect()
-        newer._client_id, newer._last_request = client._client_id, 1000
-        newer._held = lambda: (kept, ())
+        newer._client_id, newer._numbers = client._client_id, itertools.count(1001)
         handled = Handled(node, monkeypatch)
 
         def comes_back() -> None:
@@ -273,7 +281,7 @@ def test_who_says_hello_anew_in_the_middle_of_its_own_keeps_what_it_claims_then(
 def test_what_others_tell_was_reset_is_dropped_in_turns_and_once(
     node: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = node._node
+    inner = node.node
     told = [(50, (NAMESPACE,))]
     with closing(channel(node)) as client:
         fill(client)
@@ -283,7 +291,7 @@ def test_what_others_tell_was_reset_is_dropped_in_turns_and_once(
             inner._resets, "unknown_to", lambda known, words: [] if known.knows(50) else told
         )
         for _ in range(3):  # heartbeats, while it is under way
-            inner._loop.call_soon_threadsafe(inner._hear, [])
+            in_loop(inner, inner._hear, [])
         wait_until(lambda: inner.core.resets.knows(50), "it is done")
         assert client.request(Op.STAT)["blocks"] == 0
         assert sum(handled.items) == HELD
@@ -324,8 +332,7 @@ def test_what_a_client_asked_on_a_connection_that_it_left_is_not_carried_on(
 
 def test_all_that_came_in_one_piece_is_answered_in_its_order(node: NodeThread) -> None:
     with closing(channel(node)) as greedy:
-        connection = greedy._socket
-        assert connection is not None
+        connection = socket_of(greedy)
         connection.sendall(b"".join(packed([Op.STAT, REQUEST + i]) for i in range(SENT)))
         seen: list[int] = []
         while len(seen) < SENT:
@@ -342,8 +349,7 @@ def test_nothing_more_is_carried_out_for_who_lets_answers_pile_up(
     with closing(channel(node)) as greedy, closing(channel(node)) as other:
         handled = Handled(node, monkeypatch)
         handled.go_on.set()
-        connection = greedy._socket
-        assert connection is not None
+        connection = socket_of(greedy)
         lists = [packed([Op.STAT, REQUEST + i]) for i in range(10 * SENT)]
         connection.sendall(b"".join(lists))
         hung_up = select.poll()
@@ -357,6 +363,5 @@ def test_bytes_that_are_no_message_end_a_connection_also_after_its_first_turn(
     node: NodeThread,
 ) -> None:
     with closing(channel(node)) as greedy:
-        assert greedy._socket is not None
-        greedy._socket.sendall(packed([Op.TOUCH, 0, b""]) * SENT + b"\xc1")
-        assert greedy._socket.recv(1) == b""
+        socket_of(greedy).sendall(packed([Op.TOUCH, 0, b""]) * SENT + b"\xc1")
+        assert socket_of(greedy).recv(1) == b""

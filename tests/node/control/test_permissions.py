@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from other_users import ALICE, BOB, READERS, needs_root, run_as
 from redis_servers import RedisServer, free_port, wait_until
-from stores import MIB, PATIENT
+from stores import MIB, PATIENT, node_stats
 
 from kvstore import Client, UsageError
 from kvstore.index.open import open_guarded
@@ -154,7 +154,7 @@ def test_a_member_of_the_group_asks_how_the_node_is_and_does_nothing_else(
         assert allowed == {"STAT", "LIST", "EXPLAIN"}
         # What it asked for has changed nothing.
         assert owner.get("k") == b"value"
-        assert owner.stats()["node"]["reserved"] == owner.stats()["node"]["pinned"] == 0
+        assert node_stats(owner)["reserved"] == node_stats(owner)["pinned"] == 0
 
 
 PUT = """
@@ -306,7 +306,7 @@ def test_who_is_not_in_the_group_reaches_nothing(server: RedisServer, group: int
 
 
 SAY_HELLO = """
-from kvstore.client.local.lease import Lease
+from kvstore.client.nodes.lease import Lease
 directory = NodeDir(Path(args[0]), "node")
 word = directory.announcement()
 channel = ControlChannel(directory, (word.node_id, word.epoch), 10.0, lambda: ((), ()))

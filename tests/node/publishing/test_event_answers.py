@@ -80,6 +80,14 @@ class Listeners:
         return self.trackers[-1]
 
 
+def given(listeners: Listeners) -> Any:
+    return listeners.answers._going
+
+
+def waiting(listeners: Listeners) -> Any:
+    return listeners.answers._waiting
+
+
 @pytest.fixture
 def listeners() -> Listeners:
     listeners = Listeners(Answers(b"topic", "CPU"))
@@ -92,7 +100,7 @@ def test_what_was_not_taken_is_bounded_in_all_and_told_once(
     listeners: Listeners, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert listeners.ask(b"first")
-    (going,) = listeners.answers._going
+    (going,) = given(listeners)
     monkeypatch.setattr(event_answers, "EVENT_ANSWER_BYTES_MAX", 3 * going.size_bytes)
     monkeypatch.setattr(event_answers, "EVENT_REPLAYS_MAX", 4)
     with caplog.at_level(logging.WARNING, "kvstore.node"):
@@ -121,7 +129,7 @@ def test_that_it_is_full_again_is_told_again(
     for _ in range(2):
         for name in (b"one", b"two", b"three", b"four"):
             listeners.ask(name)
-        while listeners.answers._going:
+        while given(listeners):
             listeners.trackers[-1].done = True
             listeners.give()
     assert listeners.answers.dropped == 4
@@ -141,8 +149,8 @@ def test_questions_that_come_together_have_no_more_answers(listeners: Listeners)
     for _ in range(EVENT_ANSWERS_MAX):
         listeners.answers.asked([b"one", b""], 0, CONNECTED)
     listeners.give()
-    assert len(listeners.answers._going) == EVENT_ANSWERS_MAX
-    assert len(listeners.answers._waiting) == 1
+    assert len(given(listeners)) == EVENT_ANSWERS_MAX
+    assert len(waiting(listeners)) == 1
 
 
 def test_a_question_that_does_not_fit_is_answered_once_an_earlier_answer_was_taken(
@@ -172,7 +180,7 @@ def test_who_waits_for_room_is_not_passed_by_smaller_answers(
     listeners: Listeners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert listeners.ask(b"first")
-    (going,) = listeners.answers._going
+    (going,) = given(listeners)
     monkeypatch.setattr(event_answers, "EVENT_ANSWER_BYTES_MAX", 2 * going.size_bytes - 1)
     assert not listeners.ask(b"large")
     assert not listeners.ask(b"small", SNAPSHOT.sequence)
@@ -246,14 +254,14 @@ def test_one_listener_does_not_take_the_places_of_all_that_wait_for_a_snapshot(
 ) -> None:
     for number in range(EVENT_REPLAYS_MAX):
         listeners.answers.asked([b"one", b""][: 1 + number % 2], number // 2 % 2, CONNECTED)
-    assert len(listeners.answers._waiting) == EVENT_ANSWERS_MAX
+    assert len(waiting(listeners)) == EVENT_ANSWERS_MAX
     for number in range(EVENT_REPLAYS_MAX - EVENT_ANSWERS_MAX - 1):
         listeners.answers.asked([b"%d" % number, b""], 0, CONNECTED)
     assert listeners.ask(b"other")
     assert [parts[0] for parts in listeners.sent if parts[0] == b"other"]
     for number in range(EVENT_REPLAYS_MAX + 1):
         listeners.answers.asked([b"%d" % number, b""], 0, CONNECTED)
-    assert len(listeners.answers._waiting) == EVENT_REPLAYS_MAX
+    assert len(waiting(listeners)) == EVENT_REPLAYS_MAX
 
 
 def test_an_answer_that_is_larger_than_all_may_be_is_given_alone(

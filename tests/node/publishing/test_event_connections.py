@@ -118,6 +118,9 @@ def test_no_descriptor_is_left_open(place: Place) -> None:
 # --- as ZeroMQ tells of them ----------------------------------------------------------
 
 
+GREETING_MS = 250
+
+
 class Port:
     """A socket of ZeroMQ's, who is at it, and a thread that attends to them."""
 
@@ -162,7 +165,7 @@ class Port:
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
     monkeypatch.setattr(event_connections, "EVENT_CONNECTIONS_MAX", 4)
-    monkeypatch.setattr(event_connections, "GREETING_MS", 600)
+    monkeypatch.setattr(event_connections, "GREETING_MS", GREETING_MS)
     port = Port()
     yield port
     port.close()
@@ -185,7 +188,7 @@ def served(listener: Any) -> bool:
     """Whether it still hears what is published."""
     while listener.poll(0):
         listener.recv()
-    return bool(listener.poll(1000))
+    return bool(listener.poll(500))
 
 
 def test_who_does_not_greet_is_hung_up_on(port: Port) -> None:
@@ -195,7 +198,7 @@ def test_who_does_not_greet_is_hung_up_on(port: Port) -> None:
 
 def test_a_crowd_that_does_not_greet_pushes_out_its_own_and_nobody_who_listens(port: Port) -> None:
     listener = port.listener()
-    time.sleep(1.0)  # until it counts as one that has greeted
+    time.sleep(2e-3 * GREETING_MS)  # until it counts as one that has greeted
     crowd = [port.raw() for _ in range(20)]
     wait_until(lambda: sum(gone(one) for one in crowd) >= 16, "all but few are hung up on", 10)
     assert served(listener)
@@ -209,6 +212,6 @@ def test_listeners_of_one_address_that_are_too_many_push_out_their_own(port: Por
     crowd = []
     for _ in range(6):
         crowd.append(port.listener())
-        time.sleep(0.8)  # it has greeted
+        time.sleep(2e-3 * GREETING_MS)  # it has greeted
     assert served(other)
     assert [served(one) for one in crowd] == [False] * 3 + [True] * 3

@@ -3,8 +3,10 @@
 import asyncio
 
 import pytest
+from disk_index import DictIndex
 
-from kvstore.core.events import Commit, Drop, Reply, Reserve
+from kvstore.core.disk.tier import DiskTier
+from kvstore.core.events import Commit, DiskAdopted, DiskFound, Drop, Reply, Reserve
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.memory import MemoryIndex
@@ -12,7 +14,7 @@ from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.node.publishing import publisher as module
 from kvstore.node.publishing.publisher import Publisher
-from kvstore.types import STORED
+from kvstore.types import STORED, DiskBlock, DiskPlace
 
 KEYS = Namespace.named("test").block_keys(range(6), 1)
 SIZE = 4096
@@ -186,3 +188,27 @@ def test_however_often_something_is_dropped_while_the_index_is_away_one_timer_tr
     steps.due.pop(0)()
     assert not any(present(index))
     assert steps.due == []
+
+
+def test_blocks_on_disks_are_told_in_batches_behind_others_once_the_index_takes_them(
+    loop, parts, monkeypatch
+):
+    monkeypatch.setattr(module, "COPIES_BATCH", 10)
+    core, index, publisher = parts
+    disk = DiskTier(DictIndex(), [0])
+    core.use_disks(disk)
+    blocks = [DiskBlock(bytes([i]) * 32, DiskPlace(0, i, 1), 1, 0, 0, 1, 3) for i in range(100)]
+    core.handle(DiskFound(2, 1, 0, b"d" * 16, [0], 1000, 1000, [1], 2), 0.0)
+    core.handle(DiskAdopted(2, 1, 0, blocks, last=True), 0.0)
+    index.gone = True
+    put(core, KEYS)
+    publisher.schedule()
+    turn(loop, lambda: publisher.away)
+    assert core.blocks.outbox.publications_pending <= len(KEYS) + 10
+    index.gone = False
+    publisher.schedule()
+    turn(loop, lambda: None not in index.lookup([block.key for block in blocks]))
+    assert all(present(index))
+    assert core.blocks.outbox.rounds_due == 0
+    publisher.withdraw_all()
+    assert not any(index.lookup([*KEYS, *(block.key for block in blocks)]))

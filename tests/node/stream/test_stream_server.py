@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from contract.transport import SECURITY, Place, far
@@ -26,6 +27,14 @@ from kvstore.transport.stream.transport import StreamTransport
 
 FEW = 3
 """Connections that a node takes at a time, here."""
+
+
+def stream_of(place: Any) -> Any:
+    return place.node._stream
+
+
+def unproven_of(place: Any) -> Any:
+    return stream_of(place)._unproven
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +137,7 @@ def test_a_node_that_is_stopped_while_a_connection_comes_in_ends_in_order(
 ):
     """What it waits for has begun: Python refuses to wait for a thread that has not."""
     place, _ = served
-    stream = place.node._stream
+    stream = stream_of(place)
     coming, stopped, ended = (threading.Event() for _ in range(3))
     start = threading.Thread.start
 
@@ -200,7 +209,7 @@ def test_a_node_that_names_no_host_is_reached_by_ipv4_and_ipv6(tmp_path, address
     try:
         outcome = read_by(place, place.transport, place.save(b"1" * 1000))
         assert outcome.read is Read.HIT, outcome.reason
-        (guest,) = place.node._stream._guests
+        (guest,) = stream_of(place)._guests
         assert guest.address == address, "as the limits for one address count it"
     finally:
         place.close()
@@ -284,7 +293,7 @@ def test_who_says_nothing_takes_no_thread_and_no_room_from_clients(
     for transport in clients:
         assert read_by(place, transport, block).read is Read.HIT
     assert read_by(place, another(), block).read is Read.HIT, "and another client comes in"
-    assert len(place.node._stream._unproven) <= unproven.STREAM_UNPROVEN_MAX
+    assert len(unproven_of(place)) <= unproven.STREAM_UNPROVEN_MAX
     for connection in crowd:
         connection.close()
 
@@ -316,14 +325,14 @@ def test_who_says_nothing_or_not_enough_is_hung_up_on_soon(served, monkeypatch):
     assert hung_up(says_nothing)
     assert hung_up(begins)
     wait_until(lambda: threads() == 0, "its thread has ended")
-    assert not len(place.node._stream._unproven)
+    assert not len(unproven_of(place))
 
 
 def test_a_client_that_knows_the_secret_is_no_longer_unproven(served):
     place, another = served
     transport = another()
     assert read_by(place, transport, place.save(b"1" * 1000)).read is Read.HIT
-    assert not len(place.node._stream._unproven)
+    assert not len(unproven_of(place))
 
 
 # --- a share for each client -----------------------------------------------------------
@@ -391,7 +400,7 @@ def test_crowds_of_many_addresses_have_one_pool(served, patient_unproven):
     room = unproven.STREAM_UNPROVEN_MAX // 2
     crowds = [silent(place, room, f"127.0.0.{10 + i}") for i in range(4)]
     assert hung_up(crowds[0][0])
-    assert len(place.node._stream._unproven) <= unproven.STREAM_UNPROVEN_MAX
+    assert len(unproven_of(place)) <= unproven.STREAM_UNPROVEN_MAX
     assert not hung_up_now(crowds[-1][-1])
     for connection in [one for crowd in crowds for one in crowd]:
         connection.close()

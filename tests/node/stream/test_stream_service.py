@@ -3,6 +3,7 @@ other clients do meanwhile."""
 
 import os
 import time
+from typing import Any
 
 import pytest
 from contract.transport import MIB, SECURITY, Place, far, fresh_key, reads
@@ -20,6 +21,10 @@ from kvstore.transport.stream import requests
 from kvstore.transport.stream.requests import SavePayload
 from kvstore.transport.stream.transport import StreamTransport
 from kvstore.types import EXISTS, STORED, Kind
+
+
+def service_of(place: Any) -> Any:
+    return place.node._stream._service
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ class Meddling:
 def answered(place, block, meddle):
     """What the reader is told of the block in the end."""
     channel = Meddling(block, meddle)
-    service = place.node._stream._service
+    service = service_of(place)
     service.answer(channel, (sw.Frame.READ, 0), "there")
     reply = ReadReply([block[1].length])
     reply.heads(channel.sent[: sr.heads_bytes(1)], PLAIN)
@@ -69,7 +74,7 @@ def test_a_block_that_goes_while_it_is_sent_is_called_off(place):
 
 def test_a_small_block_is_called_off_too_when_it_goes_while_it_is_copied(place, monkeypatch):
     block = place.save(os.urandom(SNAPSHOT_BYTES))
-    shm = place.node._stream._service._segment
+    shm = service_of(place)._segment
     real, looks = shm.header, []
 
     def header(slot_id):
@@ -180,7 +185,7 @@ def test_the_checksum_of_a_torn_copy_is_not_remembered_as_the_blocks(place, monk
     """The block changes while it is copied: what was summed up then is the checksum of no block."""
     payload = os.urandom(SNAPSHOT_BYTES)
     key, location = place.save(payload)
-    service = place.node._stream._service
+    service = service_of(place)
     shm, spot = service._segment, service._spot(key, location)
     (memory,) = shm.payloads([(spot.offset, 1)])
     real, looks = shm.header, []

@@ -6,13 +6,18 @@ from typing import Any
 
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.segment.attached import AttachedShm
-from kvstore.segment.batch_read import BatchReader
+from kvstore.segment.batch_read import BatchReader, MappedSegment
 from kvstore.segment.shm import OwnedShm
 
 SIZE = 128 << 10
 SLOTS = SIZE // 4096
 VALUE = bytes(range(250)) * 4
 KINDS = 1 << 1 | 1 << 0
+
+
+def mapped(shm: AttachedShm) -> MappedSegment:
+    """Return what a reader of many is given."""
+    return shm._mapped
 
 
 def key_of(hint: int, name: bytes = b"a") -> bytes:
@@ -49,6 +54,6 @@ def read(
 ) -> list[Any]:
     wanted = list(keys) or [KEY]
     targets = [None] * len(wanted) if outs is None else outs
-    values, size_bytes = reader.read(shm._mapped, wanted, targets, KINDS, **more)
+    values, size_bytes = reader.read(mapped(shm), wanted, targets, KINDS, **more)
     assert size_bytes == sum(len(value) for value in values if value is not None)
     return values

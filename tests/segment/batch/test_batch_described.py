@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from batch_parts import mapped
+from each_input import each
 
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.segment.attached import AttachedShm
@@ -31,12 +32,12 @@ def save(owned: OwnedShm, meta: bytes = META, slot: int = SLOT, key: bytes = KEY
 
 
 def read(reader: BatchReader, shm: AttachedShm, out: Any, **more: Any) -> Any:
-    (value,), size_bytes = reader.read(shm._mapped, [KEY], [out], 0, **more)
+    (value,), size_bytes = reader.read(mapped(shm), [KEY], [out], 0, **more)
     assert size_bytes == (0 if value is None else len(value))
     return value
 
 
-@pytest.mark.parametrize(
+@each(
     ("meta", "wanted"),
     [
         (META, [META]),
@@ -58,7 +59,7 @@ def test_a_value_of_that_description_and_size_is_read(
     room.clear()  # a buffer that somebody has kept would forbid it
 
 
-@pytest.mark.parametrize(
+@each(
     ("meta", "wanted"),
     [
         (META, [b"describee"]),
@@ -80,8 +81,8 @@ def test_a_value_of_another_description_is_the_callers_and_nothing_is_written(
     assert not any(room)
 
 
-@pytest.mark.parametrize("size", [0, 999, 1001, 1009, 2000])
-@pytest.mark.parametrize("meta", [META, b""])
+@each("size", [0, 999, 1001, 1009, 2000])
+@each("meta", [META, b""])
 def test_a_room_of_another_size_is_the_callers(
     owned: OwnedShm, shm: AttachedShm, reader: BatchReader, size: int, meta: bytes
 ) -> None:
@@ -110,7 +111,7 @@ def odd_outs() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("number", range(len(odd_outs())))
+@each("number", range(len(odd_outs())))
 def test_what_is_no_room_with_descriptions_is_the_callers(
     owned: OwnedShm, shm: AttachedShm, reader: BatchReader, number: int
 ) -> None:
@@ -153,6 +154,6 @@ def test_each_of_a_batch_has_its_own_description(
     save(owned, b"other", 6, key_of(11))
     rooms = [memoryview(bytearray(1000)) for _ in range(3)]
     outs: list[Any] = [(rooms[0], META), rooms[1], (rooms[2], b"wrong")]
-    values, size_bytes = reader.read(shm._mapped, [key_of(i) for i in (9, 10, 11)], outs, 0)
+    values, size_bytes = reader.read(mapped(shm), [key_of(i) for i in (9, 10, 11)], outs, 0)
     assert values == [DATA, DATA, None]
     assert size_bytes == 2 * len(DATA)

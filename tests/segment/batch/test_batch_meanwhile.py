@@ -3,14 +3,15 @@ a process has."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_parts import KEY, KINDS, SIZE, VALUE, key_of, read, save, seal
+from batch_parts import KEY, KINDS, SIZE, VALUE, key_of, mapped, read, save, seal
 from batch_readers import compiled_module, reader_of
+from own_python import printed
+from segment_bytes import head_of
 
 from kvstore.compiled import part
 from kvstore.core.events import Mark
@@ -62,7 +63,7 @@ def test_every_byte_of_the_header_is_looked_at_again(
     for at in range(SUPERBLOCK_BYTES + 3 * 64, SUPERBLOCK_BYTES + 4 * 64):
 
         def change(at: int = at) -> None:
-            owned._head[at] ^= 1
+            head_of(owned)[at] ^= 1
 
         assert read(reader, shm, copied=change) == [None], at
         change()
@@ -139,8 +140,8 @@ def test_what_is_raised_meanwhile_goes_through_and_nothing_is_kept(
         read(reader, shm, KEY, key_of(10), outs=[memoryview(room), None], **{when: stop})
     room.clear()
     shm.close()
-    assert shm._mapped.data.closed, "no buffer of it was kept"
-    assert shm._mapped.head.closed
+    assert mapped(shm).data.closed, "no buffer of it was kept"
+    assert mapped(shm).head.closed
 
 
 _GROWS = """
@@ -181,10 +182,9 @@ def test_lists_that_grow_while_it_makes_room_are_read_as_they_were(tmp_path: Pat
     compiled_module(batch_read.SOURCE, tmp_path)  # or there is none here
     image = pack(Header(1, bytes(32), 100, 0, 1, 0, 0, 0))
     code = _GROWS.format(path=sys.path, scratch=str(tmp_path), image=image)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, f"{ran.returncode}: {ran.stderr}"
+    ran = printed(code)
     if sys.version_info < (3, 12):  # where an object that is made may be what sets it off
-        assert ran.stdout == "True\n", "the lists did not grow when they should"
+        assert ran == "True\n", "the lists did not grow when they should"
 
 
 def test_an_out_that_is_put_in_anothers_place_meanwhile_is_no_ones_value(
@@ -220,7 +220,7 @@ def test_a_header_file_of_a_smaller_segment_is_refused(
     reader = reader_of("compiled")
     large = OwnedShm(tmp_path / "large", Superblock(7, 1, 0, 2 * SIZE))
     other = AttachedShm(large.data_path, large.head_path)
-    mixed = MappedSegment(shm._mapped.head, other._mapped.data, *shm._mapped[2:])
+    mixed = MappedSegment(mapped(shm).head, mapped(other).data, *mapped(shm)[2:])
     with pytest.raises(ValueError, match="not of that segment"):
         reader.read(mixed, [KEY], [None], KINDS)
     other.close()
@@ -234,13 +234,13 @@ def test_what_cannot_be_a_batch_is_an_error(
     shm: AttachedShm, keys: list[bytes], outs: list[Any]
 ) -> None:
     with pytest.raises(ValueError):
-        reader_of("compiled").read(shm._mapped, keys, outs, KINDS)
+        reader_of("compiled").read(mapped(shm), keys, outs, KINDS)
 
 
 @pytest.mark.parametrize("keys", [["text"], [7], [None], [bytearray(32)]])
 def test_a_key_that_is_no_bytes_is_an_error(shm: AttachedShm, keys: list[Any]) -> None:
     with pytest.raises(TypeError):
-        reader_of("compiled").read(shm._mapped, keys, [None], KINDS)
+        reader_of("compiled").read(mapped(shm), keys, [None], KINDS)
 
 
 # --- which one ---------------------------------------------------------------------
@@ -266,12 +266,5 @@ def test_the_variable_chooses_and_a_part_that_does_not_fit_is_not_used(
 
 def test_a_process_can_be_told_to_do_without() -> None:
     code = "from kvstore.segment.batch_read import READER; print(READER.name)"
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={part.COMPILED: "no", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert ran.stdout == "Python\n"
+    ran = printed(code, env={part.COMPILED: "no", "PATH": ""})
+    assert ran == "Python\n"

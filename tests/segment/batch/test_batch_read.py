@@ -8,7 +8,9 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from batch_parts import KEY, KINDS, SIZE, SLOTS, VALUE, key_of, read, save, seal
+from batch_parts import KEY, KINDS, SIZE, SLOTS, VALUE, key_of, mapped, read, save, seal
+from each_input import each
+from segment_bytes import head_of, hints_in_head
 
 from kvstore.core.events import Mark
 from kvstore.segment.attached import AttachedShm
@@ -28,7 +30,7 @@ def test_each_key_has_its_own_value(owned: OwnedShm, shm: AttachedShm, reader: B
         b"\0" * 900,
         b"\3" * 903,
     ]
-    assert reader.read(shm._mapped, [], [], KINDS) == ([], 0)
+    assert reader.read(mapped(shm), [], [], KINDS) == ([], 0)
 
 
 def test_values_of_their_own_and_parts_of_what_was_given(
@@ -123,7 +125,7 @@ def test_every_byte_of_a_key_counts(owned: OwnedShm, shm: AttachedShm, reader: B
     save(owned)
     for at in range(32):
         other = KEY[:at] + bytes([KEY[at] ^ 1]) + KEY[at + 1 :]
-        owned._hints[hint_of(other, len(owned._hints))] = 3
+        hints_in_head(owned)[hint_of(other, len(hints_in_head(owned)))] = 3
         assert read(reader, shm, other) == [None], at
 
 
@@ -132,9 +134,9 @@ def test_a_header_with_any_byte_changed_is_not_believed(
 ) -> None:
     save(owned)
     for at in range(64):
-        owned._head[SUPERBLOCK_BYTES + 3 * 64 + at] ^= 0x40
+        head_of(owned)[SUPERBLOCK_BYTES + 3 * 64 + at] ^= 0x40
         assert read(reader, shm) == [None], at
-        owned._head[SUPERBLOCK_BYTES + 3 * 64 + at] ^= 0x40
+        head_of(owned)[SUPERBLOCK_BYTES + 3 * 64 + at] ^= 0x40
     assert read(reader, shm) != [None]
 
 
@@ -148,7 +150,7 @@ def test_a_slot_that_is_not_sealed_has_nothing(
     # Its CRC right all the same: a header that says another state than SEALED.
     raw = bytearray(pack((1, KEY, 1000, 0, 1, 0, 0, 0)))
     raw[0] = FREE
-    owned._head[SUPERBLOCK_BYTES + 3 * 64 : SUPERBLOCK_BYTES + 4 * 64] = whole(bytes(raw))
+    head_of(owned)[SUPERBLOCK_BYTES + 3 * 64 : SUPERBLOCK_BYTES + 4 * 64] = whole(bytes(raw))
     assert read(reader, shm) == [None]
 
 
@@ -187,18 +189,18 @@ def test_a_header_that_leads_out_of_segment_page_or_value_is_not_believed(
     assert read(reader, shm) == [None]
 
 
-@pytest.mark.parametrize("slot_id", [SLOTS, SLOTS + 1, 1 << 31, (1 << 32) - 1])
+@each("slot_id", [SLOTS, SLOTS + 1, 1 << 31, (1 << 32) - 1])
 def test_a_hint_that_leads_out_of_the_headers_leads_nowhere(
     owned: OwnedShm, shm: AttachedShm, reader: BatchReader, slot_id: int
 ) -> None:
     """Behind the headers lie the hints: what they say may look like a header."""
     start = SUPERBLOCK_BYTES + SLOTS * 64
-    owned._head[start : start + 128] = pack((1, KEY, 10, 0, 1, 0, 0, 0)) * 2
-    place = hint_of(key_of(40), len(owned._hints))
+    head_of(owned)[start : start + 128] = pack((1, KEY, 10, 0, 1, 0, 0, 0)) * 2
+    place = hint_of(key_of(40), len(hints_in_head(owned)))
     forged = KEY[:8] + place.to_bytes(4, "little") + KEY[12:]
-    owned._head[start : start + 128] = pack((1, forged, 10, 0, 1, 0, 0, 0)) * 2
-    owned._hints[place] = slot_id
-    owned._hints[place ^ 1] = slot_id
+    head_of(owned)[start : start + 128] = pack((1, forged, 10, 0, 1, 0, 0, 0)) * 2
+    hints_in_head(owned)[place] = slot_id
+    hints_in_head(owned)[place ^ 1] = slot_id
     assert read(reader, shm, forged) == [None]
 
 
@@ -211,7 +213,7 @@ def test_no_hint_lies_beyond_the_table(
     assert read(reader, shm, key) == [VALUE]
 
 
-@pytest.mark.parametrize("kind", [2, 3, 31, 32, 33, 63, 64, 255])
+@each("kind", [2, 3, 31, 32, 33, 63, 64, 255])
 def test_a_value_that_needs_its_description_is_made_by_the_caller(
     owned: OwnedShm, shm: AttachedShm, reader: BatchReader, kind: int
 ) -> None:
@@ -226,7 +228,7 @@ def released() -> memoryview:
     return view
 
 
-@pytest.mark.parametrize(
+@each(
     "out",
     [
         memoryview(bytearray(999)),

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from block_writes import block_writes
 from contract.segment import BLOCK, Pair, SegmentContract
+from each_input import each
+from segment_bytes import head_of, hints_in_head
 
 from kvstore.compiled import part
 from kvstore.core.events import Bounds, Copy, Fill, Hold, Keep, Mark, Seal, Write
@@ -89,7 +91,7 @@ def test_every_byte_is_the_one_that_python_writes(
     for number, writer in enumerate((None, block_writes().write_headers)):
         monkeypatch.setattr(shm, "WRITE_HEADERS", writer)
         segment = OwnedShm(tmp_path / f"s{number}", BLOCK)
-        segment._head[3072:4096] = bytes(1024)  # its sign of life is a time
+        head_of(segment)[3072:4096] = bytes(1024)  # its sign of life is a time
         segment.apply_all(writes)
         files.append((segment.head_path.read_bytes(), segment.data_path.read_bytes()))
         segment.close()
@@ -104,13 +106,18 @@ def test_a_hint_to_no_slot_is_replaced_by_both(
     for number, writer in enumerate((None, block_writes().write_headers)):
         monkeypatch.setattr(shm, "WRITE_HEADERS", writer)
         segment = OwnedShm(tmp_path / f"s{number}", BLOCK)
-        place = hint_of(KEY, len(segment._hints))
-        segment._hints[place] = there
+        place = hint_of(KEY, len(hints_in_head(segment)))
+        hints_in_head(segment)[place] = there
         # As if the table's own begin were the header of another block with these places.
-        segment._hints[0], segment._hints[4] = SEALED, place
+        hints_in_head(segment)[0], hints_in_head(segment)[4] = SEALED, place
         segment.apply_all([SOUND])
-        assert segment._hints[place] == SOUND.slot_id
+        assert hints_in_head(segment)[place] == SOUND.slot_id
         segment.close()
+
+
+def fills_by(owned: OwnedShm, fill: Callable[[Any], None]) -> None:
+    """Have another than its own carry out `Fill`."""
+    owned._apply[Fill] = fill
 
 
 @pytest.mark.usefixtures("compiled")
@@ -120,7 +127,7 @@ def test_others_are_written_in_their_place_among_headers(owned: OwnedShm) -> Non
     def fill(write: Fill) -> None:
         said.append((write.offset, owned.header(1)[0]))
 
-    owned._apply[Fill] = fill
+    fills_by(owned, fill)
     owned.apply_all([Fill(1, b""), MARK, Fill(2, b""), SOUND, Fill(3, b"")])
     assert said == [(1, FREE), (2, RESERVED), (3, SEALED)]
 
@@ -130,7 +137,7 @@ def test_what_another_write_raises_ends_it_there(owned: OwnedShm) -> None:
     def fill(write: Fill) -> None:
         raise RuntimeError("full")
 
-    owned._apply[Fill] = fill
+    fills_by(owned, fill)
     with pytest.raises(RuntimeError, match="full"):
         owned.apply_all([MARK, Fill(1, b""), SOUND])
     assert owned.header(1)[0] == RESERVED
@@ -139,7 +146,7 @@ def test_what_another_write_raises_ends_it_there(owned: OwnedShm) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_a_list_that_shrinks_meanwhile_is_not_read_beyond_its_end(owned: OwnedShm) -> None:
     writes: list[Write] = [Fill(1, b"")] * 50
-    owned._apply[Fill] = lambda write: writes.clear()
+    fills_by(owned, lambda write: writes.clear())
     owned.apply_all(writes)
     assert writes == []
 
@@ -168,7 +175,7 @@ WRONG: list[tuple[Any, type[Exception]]] = [
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize(("wrong", "error"), WRONG)
+@each(("wrong", "error"), WRONG)
 def test_what_no_header_can_say_is_refused_and_nothing_written(
     owned: OwnedShm, wrong: Write, error: type[Exception]
 ) -> None:
@@ -194,7 +201,7 @@ def test_a_file_that_is_too_small_for_its_tables_is_refused(
 ) -> None:
     write = block_writes().write_headers
     with pytest.raises(ValueError, match="not of that segment"):
-        write(owned._head, slots, hints, [], Mark, Seal, print)
+        write(head_of(owned), slots, hints, [], Mark, Seal, print)
 
 
 def test_memory_that_is_closed_or_read_only_is_refused(owned: OwnedShm) -> None:

@@ -13,7 +13,7 @@ import hatch_build
 from kvstore.segment import batch_read
 
 PROGRAM = Path(__file__).parents[2] / "support" / "nodes" / "hostile_segment.py"
-SECONDS = "6"
+SECONDS = "3"
 SANITIZED = "-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined"
 
 

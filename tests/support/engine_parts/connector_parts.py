@@ -19,7 +19,7 @@ from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
 from connector.stats import CountStats
 from connector.worker.worker import WorkerCore
-from kvstore import BlockStore
+from kvstore.spi import BlockStore
 from kvstore.testing.blockstore import MemoryBlockStore
 
 ENGINE_BLOCK = 4
@@ -261,6 +261,11 @@ class Worker:
         return total
 
 
+def blocks_of(worker: Worker) -> Any:
+    """Return what copies a worker's own KV blocks, one for each group."""
+    return worker.core._blocks
+
+
 def keys(count: int, shard: int = 0, topology: TpKVTopology | None = None) -> list[bytes]:
     hashes = hashes_of(list(range(count * BLOCK)))
     return layout(topology).groups[0].namespaces[shard].engine_keys(hashes, PER_KEY)
@@ -326,3 +331,22 @@ class Hold:
 
     def release(self) -> None:
         self._go.set()
+
+
+def hinder(store: MemoryBlockStore, worker: Worker, reason: str) -> Hold:
+    """Have what the worker moves of two blocks fail for this reason. What stands still for it goes
+    on when the test lets it."""
+    hold = Hold()
+    if reason == "node-dead":
+        store.node_down = True
+    elif reason == "error":
+        store.on_reserve = store.on_view = lambda: 1 // 0 and None  # type: ignore[func-returns-value]
+    elif reason == "no-store":
+        worker.core._store.close()
+    elif reason == "too-busy":
+        worker.core._blocks = []  # as before the engine has given its memory
+    elif reason == "load-failed":
+        store.evict(keys(2)[1])
+    elif reason in ("deadline", "aborted"):
+        store.on_reserve = store.on_view = hold
+    return hold

@@ -201,8 +201,8 @@ class ModelEngine:
         batch, loads = list(self.active), {}
         for request in batch:
             if not request.blocks:
-                loads[request.request_id] = self._add(request)
-            self._allocate(request)
+                loads[request.request_id] = self.add(request)
+            self.allocate(request)
         self.lose_after_promise()
         output = SimpleNamespace(new_requests=[], cached_requests=[], attention_dp_rank=None)
         for request in batch:
@@ -258,7 +258,7 @@ class ModelEngine:
         request.prompt, request.generated = request.prompt + request.generated, []
         request.blocks, request.position = [], 0
 
-    def _add(self, request: Request) -> int:
+    def add(self, request: Request) -> int:
         if request.request_id in self.asked_before:
             return 0
         self.calls.append("get_num_new_matched_tokens")
@@ -268,7 +268,7 @@ class ModelEngine:
         request.py_num_connector_matched_tokens = matched  # type: ignore[attr-defined]
         return int(matched)
 
-    def _allocate(self, request: Request) -> None:
+    def allocate(self, request: Request) -> None:
         tokens = len(request.get_tokens(0)) + 1
         if self.grow and request.position < len(request.prompt):
             tokens = min(tokens, request.position + self.chunk)
@@ -309,7 +309,7 @@ class ModelEngine:
             self.calls.append(f"layer {layer}")
             for rank in range(len(self.pools)):
                 for request in batch:
-                    self._compute(request, rank, layer)
+                    self.compute(request, rank, layer)
             for worker in self.workers:
                 worker.save_kv_layer(layer, None)
         for worker in self.workers:
@@ -329,7 +329,7 @@ class ModelEngine:
     def _entry(self, request: Request, rank: int, at: int) -> torch.Tensor:
         return self.pools[rank][request.blocks[at // BLOCK], :, :, at % BLOCK]
 
-    def _compute(self, request: Request, rank: int, layer: int) -> None:
+    def compute(self, request: Request, rank: int, layer: int) -> None:
         tokens = request.get_tokens(0)
         if request.position < len(request.prompt):
             first, end = request.position, min(len(request.prompt), request.position + self.chunk)

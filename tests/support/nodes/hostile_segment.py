@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import mmap
 import os
 import random
 import signal
@@ -18,6 +19,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from segment_bytes import head_of, hints_in_head
 
 from kvstore.core.events import Fill, Mark, Seal
 from kvstore.segment.attached import AttachedShm
@@ -65,7 +68,7 @@ def reuse(owned: OwnedShm, rng: random.Random, generation: int) -> None:
     owned.apply(Seal(slot, generation, key_of(i), size_bytes, granule, 1, 0, 0, 0))
 
 
-def damage(owned: OwnedShm, rng: random.Random) -> None:
+def damage(head: mmap.mmap, hints: memoryview, rng: random.Random) -> None:
     """Write what no node writes: whole headers that lie, torn ones, hints that lead anywhere."""
     slot = rng.choice((0, 1, SLOTS - 1, rng.randrange(SLOTS)))
     start = SUPERBLOCK_BYTES + slot * HEADER_BYTES
@@ -74,26 +77,27 @@ def damage(owned: OwnedShm, rng: random.Random) -> None:
         key, granule = key_of(rng.randrange(KEYS)), rng.choice((0, 1, 3, 4, 255))
         lie = (rng.getrandbits(47), key, rng.choice(EDGES), granule)
         kind, meta_length = rng.choice((0, 1, 1, 31, 32, 255)), rng.choice((0, 0, 9, 2**16 - 1))
-        owned._head[start : start + HEADER_BYTES] = pack((*lie, kind, meta_length, 0, 0))
-        owned._hints[hint_of(key, len(owned._hints))] = slot
+        head[start : start + HEADER_BYTES] = pack((*lie, kind, meta_length, 0, 0))
+        hints[hint_of(key, len(hints))] = slot
     elif what == 1:
         at = start + rng.randrange(HEADER_BYTES)
-        owned._head[at : at + 1] = rng.randbytes(1)
+        head[at : at + 1] = rng.randbytes(1)
     else:
         lie = rng.choice((SLOTS - 1, SLOTS, 2**31, 2**32 - 1, rng.randrange(SLOTS)))
-        owned._hints[rng.randrange(len(owned._hints))] = lie
+        hints[rng.randrange(len(hints))] = lie
 
 
 def write(base: Path, seed: int, *, hostile: bool) -> None:
     """What the other process does, until it is killed or its reader has ended."""
     owned = OwnedShm(base, Superblock(7, 1, 0, SIZE))
+    head, hints = head_of(owned), hints_in_head(owned)
     (base.parent / "ready").touch()
     rng, reader = random.Random(seed), os.getppid()
     for generation in range(1, 1 << 40):
         if generation % 1000 == 0 and os.getppid() != reader:  # it was ended by what it read
             return
         if hostile and rng.random() < 0.7:
-            damage(owned, rng)
+            damage(head, hints, rng)
         else:
             with contextlib.suppress(IndexError):  # of a hint that it follows itself
                 reuse(owned, rng, generation)

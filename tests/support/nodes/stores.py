@@ -6,13 +6,14 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from redis_servers import RedisServer, wait_until
 from warm_processes import WarmProcess, command
 
-from kvstore import Limits
+from kvstore import Client, Limits
 from kvstore.index.open import open_guarded
 from kvstore.node import Node, NodeConfig
 from kvstore.nodedir import Announcement, NodeDir, sweep
@@ -66,7 +67,7 @@ class NodeProcess:
         self.key_prefix = key_prefix or f"kv:{self.run_dir.name}"
         self.directory = NodeDir(self.run_dir, name)
         self._options = ("--size", str(size), *options)
-        self._environment = {**os.environ, **(environment or {})}
+        self.environment = {**os.environ, **(environment or {})}
         self.start()
 
     @property
@@ -94,7 +95,7 @@ class NodeProcess:
             command,
             *("node", "--url", self.redis.url, "--run-dir", str(self.run_dir)),
             *("--name", self.name, "--key-prefix", self.key_prefix, *self._options, *options),
-            environment=self._environment,
+            environment=self.environment,
         )
         wait_until(self._ready, "the node is ready")
 
@@ -138,6 +139,25 @@ class NodeProcess:
         self.close()
 
 
+def node_stats(client: Client) -> dict[str, int | float]:
+    """Return the counters of the node on this host, which may be slow to answer."""
+    counters: dict[str, int | float] = {}
+
+    def answered() -> bool:
+        counters.update(client.stats()["node"])
+        return bool(counters)
+
+    wait_until(answered, "the node answers")
+    return counters
+
+
+def in_loop(node: Node, call: Callable[..., object], *args: object) -> None:
+    """Have the thread of `node` call that, between two events."""
+    loop = node._loop
+    assert loop is not None
+    loop.call_soon_threadsafe(call, *args)
+
+
 class NodeThread:
     """A memory node in a thread of this process, with its own run directory and key prefix."""
 
@@ -154,14 +174,14 @@ class NodeThread:
             redis.url, key_prefix=key_prefix, run_dir=self.run_dir, limits=PATIENT
         )
         config = NodeConfig(run_dir=self.run_dir, key_prefix=key_prefix, limits=limits, **settings)
-        self._node = Node(config, self._index.index).start()
+        self.node = Node(config, self._index.index).start()
 
     def __enter__(self) -> NodeThread:
         return self
 
     def stop(self) -> None:
         """End it; its run directory stays. Safe to call twice."""
-        self._node.stop()
+        self.node.stop()
 
     def __exit__(self, *exc: object) -> None:
         self.stop()

@@ -6,8 +6,8 @@ import time
 
 from contract.transport import PATIENCE_S, SECURITY, Place
 
-from kvstore.client.local.nodes import LocalNodes
-from kvstore.client.vram.nodes import VramNodes
+from kvstore.client.nodes.directory import NodeDirectory
+from kvstore.client.nodes.vram import VramNodes
 from kvstore.core.events import Commit, Drop, Reserve
 from kvstore.cuda.base import address_of, wait
 from kvstore.index.memory import MemoryIndex
@@ -60,8 +60,8 @@ class VramPlace(Place):
         node = VramNode(NodeConfig(run_dir=run_dir, **options), self.index, device)
         self.node = node.start()
         self.word = node.dir.announcement()
-        self.nodes = LocalNodes(run_dir, self.index, "kv:default")
-        self.vram = VramNodes(run_dir, "kv:default", reader)
+        self.nodes = NodeDirectory(run_dir, self.index, "kv:default")
+        self.vram = VramNodes(self.nodes, reader)
         self.writer = VramWriter(node, device)
         self.transport = self.vram.transport
 

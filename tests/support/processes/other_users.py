@@ -31,11 +31,11 @@ import hiredis, msgpack, redis, tenacity, xxhash
 import kvstore.node.metrics, prometheus_client
 import kvstore.cli.commands.node, kvstore.cli.options, kvstore.cli.output, kvstore.cli.store
 from kvstore import *
-import kvstore.client.local.embedded_node, kvstore.client.missing.explain
+import kvstore.client.nodes.saving.embedded_node, kvstore.client.missing.explain
 import kvstore.client.reset_everywhere, kvstore.index.embedded_redis.server, kvstore.segment.scan
 import kvstore.index.redis.cluster, kvstore.transport.nixl.transport, tomllib
 from kvstore.cli import main
-from kvstore.client.local.control import ControlChannel
+from kvstore.client.nodes.control import ControlChannel
 from kvstore.protocol.control import Op
 from kvstore.index.base import KeyRecord
 from kvstore.index.redis.index import open_index

@@ -61,7 +61,7 @@ class RedisServer:
         self.directory = Path(tempfile.mkdtemp(prefix="kvr-"))
         self.port = port
         self.socket = self.directory / "redis.sock"
-        self._options = options
+        self.options = options
         self._args = args
         self.start()
 
@@ -71,7 +71,7 @@ class RedisServer:
 
     def start(self) -> None:
         options = ["--port", str(self.port), "--unixsocket", str(self.socket), "--save", ""]
-        options += ["--bind", "127.0.0.1", "--dir", str(self.directory), *self._options]
+        options += ["--bind", "127.0.0.1", "--dir", str(self.directory), *self.options]
         self.process = subprocess.Popen(
             [str(find_server().path), *self._args, *options],
             stdout=(self.directory / "log").open("ab"),

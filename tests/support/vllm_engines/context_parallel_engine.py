@@ -20,6 +20,7 @@ import triton_on_host
 from triton_on_host import HostKernel
 from vllm_model_config import VOCABULARY
 from vllm_model_engine import digests
+from vllm_steps import new_request, step_output, transferred
 
 from connector import build
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -271,25 +272,10 @@ class ContextParallelEngine:
         self.preemptions = 0
 
     def add(self, name: str, tokens: list[int], max_tokens: int = 3) -> None:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        parameters.update_from_generation_config({}, None)
         self.outputs[name] = []
-        self.scheduler.add_request(
-            Request(
-                request_id=name,
-                prompt_token_ids=tokens,
-                sampling_params=parameters,
-                pooling_params=None,
-                block_hasher=self._hasher,
-            )
-        )
+        self.scheduler.add_request(new_request(name, tokens, max_tokens, self._hasher))
 
     def step(self) -> None:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
         metadata = output.kv_connector_metadata
@@ -299,28 +285,12 @@ class ContextParallelEngine:
             if output.has_sync_kv_loads:
                 rank.connector.start_load_kv(None)
         sampled = self._forward(output.num_scheduled_tokens)
-        names, answers = list(sampled), []
+        answers = []
         for rank in self.ranks:
-            connector = rank.connector
             if not output.has_sync_kv_loads:
-                connector.start_load_kv(None)
-            connector.wait_for_save()
-            results = connector.get_transfer_results(output.finished_req_ids)
-            answers.append(
-                ModelRunnerOutput(
-                    req_ids=names,
-                    req_id_to_index={name: i for i, name in enumerate(names)},
-                    sampled_token_ids=[sampled[name] for name in names],
-                    kv_connector_output=KVConnectorOutput(
-                        finished_sending=results.finished_sending,
-                        finished_recving=results.finished_recving,
-                        failed_recving=results.failed_recving,
-                        invalid_block_ids=connector.get_block_ids_with_load_errors(),
-                        kv_connector_worker_meta=connector.build_connector_worker_meta(),
-                    ),
-                )
-            )
-            connector.clear_connector_metadata()
+                rank.connector.start_load_kv(None)
+            transfers = transferred(rank.connector, output.finished_req_ids)
+            answers.append(step_output(sampled, transfers))
         answer = self._aggregator.aggregate(answers, 0)
         for client in self.scheduler.update_from_output(output, answer).values():
             for one in client.outputs:

@@ -14,11 +14,17 @@ from connector.copiers.base import Scatter
 SWITCH = "KVSTORE_TEST_FAULT"
 
 
+def blocks_of(connector: KVStoreConnector) -> Sequence[Any]:
+    """Return what moves the blocks of each group."""
+    blocks = connector._w._blocks
+    assert blocks
+    return blocks
+
+
 class GarbageConnector(KVStoreConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        assert self._w._blocks
-        for blocks in self._w._blocks:
+        for blocks in blocks_of(self):
             blocks.scatter_many = partial(_zeros, blocks.scatter_many)  # type: ignore[method-assign]
 
 
@@ -35,8 +41,7 @@ class SwitchedConnector(KVStoreConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        assert self._w._blocks
-        (blocks,) = self._w._blocks
+        (blocks,) = blocks_of(self)
         blocks.scatter_many = partial(self._scatter, blocks.scatter_many)  # type: ignore[method-assign]
 
     def _scatter(

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from model_gpu import PATIENCE_S, ModelGpu
-from vllm import SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -33,10 +32,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput
-from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_gpu_runner import AllReduce, GpuWorker
 from vllm_model_config import ENGINE_BLOCK, kv_cache_config, vllm_config
+from vllm_steps import new_request
 
 from connector import build
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -215,18 +214,8 @@ class GpuEngine:
     def add(
         self, name: str, prompt: list[int], max_tokens: int = 4, stop: Iterable[int] = ()
     ) -> None:
-        parameters = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=list(stop)
-        )
-        parameters.update_from_generation_config({}, None)
         self.outputs[name] = []
-        request = Request(
-            request_id=name,
-            prompt_token_ids=prompt,
-            sampling_params=parameters,
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        request = new_request(name, prompt, max_tokens, self._hasher, stop=stop)
         self.scheduler.add_request(request)
 
     def abort(self, name: str, *, amid_step: bool = False) -> None:

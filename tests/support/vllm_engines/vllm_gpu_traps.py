@@ -196,7 +196,7 @@ def written_over_two_steps(make_gpu: MakeGpuEngine, store: MemoryBlockStore) -> 
 
 def saved_anew(store: MemoryBlockStore) -> None:
     """Every block leaves the store and comes back, elsewhere and with the same bytes."""
-    for slot in list(store._slots.values()):
+    for slot in list(store.slots()):
         payload = bytes(slot.payload)
         store.evict(slot.key)
         (reservation,) = store.reserve([slot.key], len(payload), slot.namespace_id)

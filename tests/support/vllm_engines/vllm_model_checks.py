@@ -28,6 +28,11 @@ def check_answers(
         assert engine.outputs[name] == expected_output(tokens, 4, **expected)
 
 
+def groups_of(connector: Any) -> Any:
+    """Return the groups of what one side of our connector has made of its configuration."""
+    return connector._shape.layout(connector._config).groups
+
+
 def evict_unnoticed(store: MemoryBlockStore) -> None:
     """Evict every block; the index still names them."""
     for key in store.sealed():
@@ -36,9 +41,8 @@ def evict_unnoticed(store: MemoryBlockStore) -> None:
 
 def spoil_last_block(engine: ModelEngine, store: MemoryBlockStore, group: int) -> None:
     """Change a byte of the block of that group which was saved last."""
-    ours: Any = engine.scheduler.connector
-    namespace = ours._shape.layout(ours._config).groups[group].namespaces[0]
-    last = [slot for slot in store._slots.values() if slot.namespace_id == namespace.id][-1]
+    namespace = groups_of(engine.scheduler.connector)[group].namespaces[0]
+    last = [slot for slot in store.slots() if slot.namespace_id == namespace.id][-1]
     last.payload[-1] ^= 1
 
 

@@ -25,6 +25,7 @@ from vllm_model_config import (
     kv_cache_config,
     vllm_config,
 )
+from vllm_steps import new_request, step_output, transferred
 
 from connector import build
 from connector.settings import ConnectorSettings
@@ -182,23 +183,9 @@ class ModelEngine:
         **more: Any,
     ) -> None:
         """Take a request; `params` are its `kv_transfer_params`."""
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        if params is not None:
-            parameters.extra_args = {"kv_transfer_params": dict(params)}
-        parameters.update_from_generation_config({}, None)
         self.outputs[name] = []
         self.scheduler.add_request(
-            Request(
-                request_id=name,
-                prompt_token_ids=prompt,
-                sampling_params=parameters,
-                pooling_params=None,
-                block_hasher=self._hasher,
-                **more,
-            )
+            new_request(name, prompt, max_tokens, self._hasher, params=params, **more)
         )
 
     def abort(self, name: str) -> None:
@@ -208,8 +195,6 @@ class ModelEngine:
 
     def step(self) -> Any:
         """Schedule, compute, transfer, as vLLM's model runners order it."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         self.metadata.append(metadata)
@@ -228,28 +213,8 @@ class ModelEngine:
         sampled = self._forward(output.num_scheduled_tokens)
         if not output.has_sync_kv_loads:
             self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(output.finished_req_ids)
-        transfers = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=self.worker.get_kv_connector_stats(),
-            kv_cache_events=self.worker.get_kv_connector_kv_cache_events(),
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-        )
-        self.worker.clear_connector_metadata()
-        names = list(sampled)
-        outputs = self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=[sampled[name] for name in names],
-                kv_connector_output=transfers,
-            ),
-        )
+        transfers = transferred(self.worker, output.finished_req_ids)
+        outputs = self.scheduler.update_from_output(output, step_output(sampled, transfers))
         for client in outputs.values():
             self.told.update(
                 (answer.request_id, answer.kv_transfer_params)
@@ -352,6 +317,11 @@ class ModelEngine:
         block = table[(end - 1) // self.block_size]
         assert block, "vLLM gave the running state no block"
         self.kv[-1][:, block] = state.view(LAYERS, 1, 1, STATE_BYTES)
+
+    def serve(self, *args: Any, **more: Any) -> None:
+        """`add` a request, and `run`."""
+        self.add(*args, **more)
+        self.run()
 
     def run(self, steps_max: int = 2000) -> None:
         """Step until nothing is left to do, saves included."""

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from services import Service, answers
+
 from kvstore.testing.ports import held_ports
 
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 20.0
 KEPT_LABELS = frozenset({"reason", "source", "transport", "le"})
 PROJECT = Path(__file__).parents[3]
 
@@ -68,39 +67,26 @@ class VllmServer:
     """One API server with its engine. `start` returns at once, `wait` when it answers."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        assert command[:2] == ["vllm", "serve"]
+        if command[:2] == ["vllm", "serve"]:
+            command = [str(Path(sys.executable).with_name("vllm")), *command[1:]]
         self._held = contextlib.ExitStack()
         (self.port,) = self._held.enter_context(held_ports(1))
-        self._log_path = log
-        self._log = log.open("wb")
-        self._process = subprocess.Popen(
-            [
-                *(str(Path(sys.executable).with_name("vllm")), *command[1:]),
-                *("--host", "127.0.0.1", "--port", str(self.port)),
-            ],
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        at = "--host", "127.0.0.1", "--port", str(self.port)
+        self._service = Service([*command, *at], log, env=env)
+
+    @property
+    def process(self) -> subprocess.Popen[Any]:
+        return self._service.process
 
     @property
     def log(self) -> str:
-        return self._log_path.read_text(errors="replace")
+        return self._service.said()
 
     def wait(self) -> VllmServer:
         """Wait until the server is up. Raises `RuntimeError` with the end of the log when it does
         not come up."""
-        give_up_at = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                self._get("/health", timeout_s=2.0)
-                return self
-            except OSError:
-                if self._process.poll() is not None or time.monotonic() > give_up_at:
-                    raise RuntimeError(f"the server did not start:\n{self.log[-4000:]}") from None
-                time.sleep(0.2)
+        self._service.wait(answers(f"http://127.0.0.1:{self.port}/health"), START_TIMEOUT_S)
+        return self
 
     def complete(self, prompt: list[int], max_tokens: int = 16) -> list[int]:
         """Return the tokens generated for a prompt of tokens, greedily."""
@@ -140,14 +126,7 @@ class VllmServer:
     def close(self) -> None:
         """End the server and its engine: ask, then kill. Safe to call twice."""
         self._held.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, 9)
-                self._process.wait(STOP_TIMEOUT_S)
-        self._log.close()
+        self._service.close()
 
 
 class Subscriber:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm_steps import new_request, step_output, transferred
 
 UNTOUCHED = 0xA5
 VOCABULARY = 500
@@ -194,25 +195,10 @@ class SpecsEngine:
         return () if connector is None else connector._numbers
 
     def add(self, name: str, tokens: list[int], max_tokens: int = 2) -> None:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        parameters.update_from_generation_config({}, None)
         self.outputs[name] = []
-        self.scheduler.add_request(
-            Request(
-                request_id=name,
-                prompt_token_ids=tokens,
-                sampling_params=parameters,
-                pooling_params=None,
-                block_hasher=self._hasher,
-            )
-        )
+        self.scheduler.add_request(new_request(name, tokens, max_tokens, self._hasher))
 
     def step(self) -> None:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
         output = self.scheduler.schedule()
         worker, transfers = self.worker, None
         if worker is not None:
@@ -221,22 +207,8 @@ class SpecsEngine:
         sampled = {n: self._computed(n, c) for n, c in output.num_scheduled_tokens.items()}
         if worker is not None:
             worker.start_load_kv(None)
-            worker.wait_for_save()
-            results = worker.get_transfer_results(output.finished_req_ids)
-            transfers = KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                invalid_block_ids=worker.get_block_ids_with_load_errors(),
-                kv_connector_worker_meta=worker.build_connector_worker_meta(),
-            )
-            worker.clear_connector_metadata()
-        answer = ModelRunnerOutput(
-            req_ids=list(sampled),
-            req_id_to_index={name: i for i, name in enumerate(sampled)},
-            sampled_token_ids=list(sampled.values()),
-            kv_connector_output=transfers,
-        )
+            transfers = transferred(worker, output.finished_req_ids)
+        answer = step_output(sampled, transfers)
         for client in self.scheduler.update_from_output(output, answer).values():
             for one in client.outputs:
                 self.outputs[one.request_id] += one.new_token_ids

@@ -13,6 +13,7 @@ import pytest
 import xxhash
 from contract.transport import MIB, PATIENCE_S, SECURITY, reads
 from nixl_places import NixlPlace, needs_nixl, nixl_transport, same_host
+from own_python import holds_in_child
 from redis_servers import wait_until
 
 from kvstore.errors import UsageError
@@ -73,6 +74,10 @@ def reader_of(place):
     return place.transport._reader
 
 
+def peer_of(transport, place):
+    return transport._peer(place.word)
+
+
 @contextlib.contextmanager
 def reading(place):
     """Reads all the time, in a thread: what came of it, and (while it goes on) how often."""
@@ -127,16 +132,8 @@ def test_a_forked_child_does_not_use_its_parents_reader(place):
     """Its answers are whoever's hears them first."""
     block = place.save(b"1" * 100_000)
     reader = reader_of(place)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            ready = place.transport.ready(place.word)
-            place.transport.close()
-            code = 2 if ready else 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    transport = place.transport
+    assert holds_in_child(lambda: not transport.ready(place.word) and transport.close() is None)
     assert reads(place.read(block)[0]) == [Read.HIT]
     assert reader_of(place) is reader
 
@@ -191,7 +188,7 @@ def test_arenas_that_cannot_be_given_up_end_reading_through_nixl(place, monkeypa
     reader.retire()
     outcomes, _ = place.read(block, timeout_s=1.0)
     assert reads(outcomes) == [Read.FAILED]
-    wait_until(lambda: "wait for late bytes" in place.transport._peer(place.word).reason, "why")
+    wait_until(lambda: "wait for late bytes" in peer_of(place.transport, place).reason, "why")
     monkeypatch.undo()
     reader.close()
     place.wait_until_ready()
@@ -307,7 +304,7 @@ def test_a_node_that_lies_about_its_endpoint_is_left_alone(place, monkeypatch, l
     place.transport._peers.clear()
     with monkeypatch.context() as patch:
         patch.setattr(nixl_module, "nixl_endpoint", lying)
-        peer = place.transport._peer(place.word)
+        peer = peer_of(place.transport, place)
         untried = peer.reason
         (outcome,), _ = place.read(block)
         assert outcome.read is not Read.HIT
@@ -364,7 +361,7 @@ def test_ucx_does_not_listen_on_every_interface(place, monkeypatch):
     transport = nixl_transport()
     try:
         assert not transport.ready(place.word)
-        peer = transport._peer(place.word)
+        peer = peer_of(transport, place)
         wait_until(lambda: "UCX_NET_DEVICES" in peer.reason, "it says why")
     finally:
         transport.close()

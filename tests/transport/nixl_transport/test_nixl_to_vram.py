@@ -14,7 +14,7 @@ from nixl_places import NixlPlace, needs_nixl
 from redis_servers import wait_until
 
 from kvstore.circuit_breaker import Breaker
-from kvstore.client.local.writer import Writer
+from kvstore.client.nodes.saving.writer import Writer
 from kvstore.cuda.base import DeviceRange
 from kvstore.errors import UsageError
 from kvstore.limits import NIXL_REQUEST_BYTES_MAX, NIXL_REQUESTS_MAX
@@ -43,8 +43,8 @@ class ToVram:
         self.astray: list[str] = []
         """What is wrong with where blocks came."""
         self._lock = threading.Lock()
-        self._bring = real._vram.bring
-        real._vram.bring = self._noted
+        way = real._vram
+        self._bring, way.bring = way.bring, self._noted
 
     def _noted(self, arena, copies):
         """What is brought comes from the memory that the reading process has registered, whole in
@@ -235,7 +235,7 @@ def test_what_comes_wrong_is_a_miss_once_and_comes_to_host_memory_then(own, monk
         patch.setattr(way, "bring", spoil)
         outcome = read_once(own, wanted)
     assert (outcome.read, outcome.reason) == (Read.MISS, CHECKSUM_REASON)
-    own.transport.real._vram._tries.probe_at += LONG_S
+    way._tries.probe_at += LONG_S
     again = read_once(own, wanted)
     assert (again.read, again.in_vram) == (Read.HIT, False)
     assert wanted.into[0] == payload
@@ -314,6 +314,6 @@ def test_without_an_arena_blocks_come_to_host_memory(tmp_path, monkeypatch, capl
         assert (outcome.read, outcome.in_vram) == (Read.HIT, False)
         assert wanted.into[0] == b"1" * 1000
         if trouble == "unregistered":
-            wait_until(lambda: device._free_bytes == arena_bytes, "it is given back", LONG_S)
+            wait_until(lambda: device.free_bytes == arena_bytes, "it is given back", LONG_S)
     finally:
         place.close()

@@ -13,6 +13,7 @@ import time
 import pytest
 import xxhash
 from contract.transport import SECURITY, Place, far, fresh_key, reads, room
+from each_input import each
 
 from kvstore.errors import PeerError
 from kvstore.protocol import stream as sw
@@ -189,7 +190,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@each("change", CHANGES.values(), ids=CHANGES)
 def test_what_he_changes_on_the_way_to_the_reader_is_no_hit(place, between, change):
     (outcome,), _ = read_through(between(on_read(change, SIZE)), place.save(os.urandom(SIZE)))
     assert outcome.read is not Read.HIT
@@ -288,8 +289,8 @@ def rewritten_offer(raw, payload):
     return sw.frame((sw.Frame.PUT, bytes(body)), PLAIN)
 
 
-@pytest.mark.parametrize("offer_too", [True, False])
-@pytest.mark.parametrize("tag", [bytes(TAG_BYTES), None], ids=["plain tag", "old tag"])
+@each("offer_too", [True, False])
+@each("tag", [bytes(TAG_BYTES), None], ids=["plain tag", "old tag"])
 def test_what_he_changes_on_the_way_to_the_node_is_not_stored(place, between, offer_too, tag):
     payload = os.urandom(SIZE)
 
@@ -313,7 +314,7 @@ def test_a_payload_with_the_checksum_of_the_right_one_is_not_stored_either(place
     """xxh3 has no key: who chooses the bytes can choose the checksum."""
     digest = xxhash.xxh3_64_intdigest(b"")
     monkeypatch.setattr(
-        "kvstore.transport.stream.chunks.Digests.value", lambda self, number=0: digest, raising=True
+        "kvstore.protocol.chunks.Digests.value", lambda self, number=0: digest, raising=True
     )
     payload = os.urandom(SIZE)
 
@@ -383,7 +384,7 @@ def test_without_seals_he_would_succeed(place, between, monkeypatch):
 def test_a_payload_with_the_checksum_of_the_right_one_is_no_hit_either(place, between, monkeypatch):
     """xxh3 has no key: who chooses the bytes can choose the checksum."""
     monkeypatch.setattr(
-        "kvstore.transport.stream.chunks.Digests.value", lambda self, number=0: 12345, raising=True
+        "kvstore.protocol.chunks.Digests.value", lambda self, number=0: 12345, raising=True
     )
     block = place.save(os.urandom(SIZE))
     word = between(on_read(lambda heads, payload, tails: [heads, flipped(payload), tails], SIZE))

@@ -94,6 +94,10 @@ def given_back(pool, clock):
     return channel
 
 
+def is_closed(channel):
+    return channel._socket.fileno() < 0
+
+
 def test_a_pool_whose_node_has_hung_up_is_of_no_use_after_a_while(clock, pool, peers):
     channel = given_back(pool, clock)
     clock.now += transport.UNUSED_S
@@ -103,8 +107,8 @@ def test_a_pool_whose_node_has_hung_up_is_of_no_use_after_a_while(clock, pool, p
     assert not pool.retired(), "it was used just now"
     clock.now += 1.0
     assert pool.retired()
-    assert channel._socket.fileno() < 0
-    assert given_back(pool, clock)._socket.fileno() < 0, "it goes on, and keeps nothing"
+    assert is_closed(channel)
+    assert is_closed(given_back(pool, clock)), "it goes on, and keeps nothing"
 
 
 def test_a_pool_that_nobody_used_for_as_long_as_a_node_waits_is_of_no_use(clock, pool):
@@ -113,7 +117,7 @@ def test_a_pool_that_nobody_used_for_as_long_as_a_node_waits_is_of_no_use(clock,
     assert not pool.retired()
     clock.now += 1.0
     assert pool.retired()
-    assert channel._socket.fileno() < 0
+    assert is_closed(channel)
 
 
 def test_a_pool_that_is_in_use_stays(clock, pool):

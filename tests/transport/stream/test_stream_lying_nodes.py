@@ -13,6 +13,7 @@ import time
 import pytest
 import xxhash
 from contract.transport import SECURITY, Place, far, reads
+from each_input import each
 
 from kvstore.errors import PeerError
 from kvstore.protocol import stream_handshake as sh
@@ -170,7 +171,7 @@ def test_a_payload_that_turns_out_torn_is_a_miss_and_the_next_one_a_hit(word):
     assert reads(outcomes) == [Read.MISS, Read.HIT]
 
 
-@pytest.mark.parametrize(
+@each(
     "answer",
     [
         say(BEGIN, PAYLOAD + b"x", END),
@@ -195,7 +196,7 @@ def test_what_breaks_the_rules_or_off_fails(word, answer):
     assert took_s < 15, "it ends at once, not at the deadline"
 
 
-@pytest.mark.parametrize(
+@each(
     "answer",
     [
         say(),
@@ -240,7 +241,7 @@ def test_what_is_not_there_is_a_miss_also_when_the_peer_falls_silent_then(word):
     assert reads(outcomes) == [Read.FAILED, Read.MISS]
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "reason"),
     [
         ({"secret": b"another secret, as long"}, "does not know the secret"),
@@ -289,9 +290,7 @@ def test_nobody_listening_fails_at_once(word):
     assert outcome.read is Read.FAILED
 
 
-@pytest.mark.parametrize(
-    "address", ["", "tcp://", "tcp://host", "pigeon://h:1", "tls://h:1", "[::"]
-)
+@each("address", ["", "tcp://", "tcp://host", "pigeon://h:1", "tls://h:1", "[::"])
 def test_an_address_that_is_none_fails(word, address):
     transport = StreamTransport(SECURITY)
     node = dataclasses.replace(word, transports={NAME: address})

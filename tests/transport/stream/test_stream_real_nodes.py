@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 from contract.transport import SECURITY, Place, far, reads
+from each_input import each
 from stores import NodeProcess
 
 from kvstore import Client
@@ -61,7 +62,7 @@ def hung_up(channel):
         return True
 
 
-@pytest.mark.parametrize(
+@each(
     "nonsense",
     [
         os.urandom(64),

@@ -29,7 +29,6 @@ from lmcache_objects import (
 )
 from stores import MIB, NodeProcess
 
-from connector.limits import LOCKED_KEYS_MAX
 from kvstore import UsageError
 
 if TYPE_CHECKING:
@@ -113,30 +112,6 @@ def test_locked_objects_stay_while_others_are_evicted(redis_server: RedisServer)
             store(adapter, object_keys(20), objects([9] * 20))
         assert load(adapter, keys, objects([0] * 4)) == [False] * 4
         adapter.close()
-
-
-def test_a_lock_that_is_forgotten_ends_by_itself(node: NodeProcess) -> None:
-    adapter = adapter_of(node, lock_timeout_s=0.5)
-    keys = object_keys(2)
-    store(adapter, keys, objects([1, 2]))
-    assert look_up(adapter, keys) == [True, True]
-    assert adapter.report_status()["locked"] == 2
-    deadline = time.monotonic() + PATIENCE_S
-    while adapter.report_status()["locked"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert load(adapter, keys, objects([0, 0])) == [True, True]
-    adapter.close()
-
-
-def test_no_more_than_the_most_locks_are_held(node: NodeProcess) -> None:
-    adapter = adapter_of(node, locked_keys_max=3)
-    keys = object_keys(5)
-    store(adapter, keys, objects([1] * 5))
-    assert look_up(adapter, keys) == [True] * 3 + [False] * 2
-    adapter.submit_unlock(keys)
-    assert look_up(adapter, keys[3:]) == [True, True]
-    adapter.close()
 
 
 @pytest.mark.parametrize(
@@ -225,8 +200,8 @@ def test_closing_ends_what_waits_and_is_safe_twice(node: NodeProcess) -> None:
 def test_wrong_settings_are_refused_when_lmcache_starts(node: NodeProcess) -> None:
     for wrong in (
         {"block_tokens": 16},
-        {"locked_keys_max": LOCKED_KEYS_MAX + 1},
-        {"lock_timeout_s": "1"},
+        {"max_capacity_gb": -1},
+        {"max_capacity_gb": "1"},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             adapter_of(node, **wrong)

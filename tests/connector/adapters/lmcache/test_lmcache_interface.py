@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each_input import each
 
 from connector.adapters.lmcache import interface
 from connector.adapters.lmcache.interface import TESTED, check_interface, names_of_lmcache
@@ -80,8 +81,8 @@ def renamed_argument(self: Any, names: list[int]) -> None: ...
 def required_keyword(self: Any, keys: list[int], *, layout: object) -> None: ...
 
 
-@pytest.mark.parametrize("found", ["0.6.0", TESTED[-1]])
-@pytest.mark.parametrize(
+@each("found", ["0.6.0", TESTED[-1]])
+@each(
     ("methods", "named"),
     [
         ({"tags": abstractmethod(lambda self: None)}, "tags"),

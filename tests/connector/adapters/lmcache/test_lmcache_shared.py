@@ -173,19 +173,19 @@ def test_lmcaches_quota_of_a_salt_is_kept_and_others_are_left_alone(adapter: Any
         eviction_config=config,
     )
     assert isinstance(state.eviction_policy, IsolatedLRUEvictionPolicy)
-    controller = L2EvictionController([state], quota_manager=quotas)
+    evict = L2EvictionController([state], quota_manager=quotas)._check_and_evict
     ann, bob = (object_keys(12, cache_salt=salt) for salt in ("ann", "bob"))
     for keys in (ann, bob):
         store(adapter, keys, objects([1] * 12))
-    controller._check_and_evict(state)
+    evict(state)
     usage = dict(adapter.get_usage().bytes_by_cache_salt)
     assert usage == {"ann": 6 * SIZE, "bob": 12 * SIZE}
     assert sum(load(adapter, ann, objects([0] * 12))) == 6
     assert load(adapter, bob, objects([0] * 12)) == [True] * 12
-    controller._check_and_evict(state)
+    evict(state)
     assert dict(adapter.get_usage().bytes_by_cache_salt) == usage
     quotas.delete_quota("ann")
-    controller._check_and_evict(state)
+    evict(state)
     assert load(adapter, ann, objects([0] * 12)) == [False] * 12
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import signal
 import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +21,18 @@ from sglang_pools import (
     slots,
 )
 
-from kvstore.client.local.nodes import ALIVE_CHECK_S
+from kvstore.client.nodes.directory import HERE_BELIEVED_S
 
 if TYPE_CHECKING:
     from stores import NodeProcess
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -228,7 +223,7 @@ def test_a_node_that_dies_or_hangs_is_misses_and_no_waiting(
     node.signal(number)
     if number is signal.SIGKILL:
         node.process.wait(10)
-        time.sleep(ALIVE_CHECK_S)  # until then its memory may be read: the bytes are right
+        time.sleep(HERE_BELIEVED_S)  # until then its memory may be read: the bytes are right
     started = time.monotonic()
     assert store.batch_set_v1(hashes(2), slots(pool, 0, 1)) == [False, False]
     loaded = store.batch_get_v1(names, slots(pool, 0, 1))

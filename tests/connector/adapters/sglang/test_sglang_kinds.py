@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +14,11 @@ from test_sglang_pools import pages_of, transfer
 if TYPE_CHECKING:
     from stores import NodeProcess
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def test_every_kind_of_pool_in_sglangs_source_has_its_place_here() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
-import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,14 +26,11 @@ from sglang_pools import (
 if TYPE_CHECKING:
     from stores import NodeProcess
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def transfer(name: str, keys: list[str], indices: Any = None, trailing: bool = False) -> Any:

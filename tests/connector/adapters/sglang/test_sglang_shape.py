@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each_input import each
 
 from connector.adapters.sglang.shape import has_draft, page_namespaces, settings
 from kvstore import Namespace, UsageError
@@ -52,7 +53,7 @@ def namespace(
     return made
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         {"storage": {"tp_rank": 1}},
@@ -113,7 +114,7 @@ def test_the_pieces_of_a_rank_are_the_pages_of_ranks_of_the_larger_size() -> Non
         pieces({**split, "tp_size": 1}, head_num=2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pool", "name", "drafts"),
     [
         ({"layer_num": 4, "target_layer_num": 4}, "kv", False),

@@ -8,17 +8,22 @@ import pytest
 
 pytest.importorskip("torch")
 from trtllm_engines import PROMPT, Make, alone, request_of
-from trtllm_model_engine import BLOCK, LAYERS
+from trtllm_model_engine import BLOCK, LAYERS, ModelEngine
 
-from kvstore import Tier
+from kvstore.spi import Tier
 from kvstore.testing.blockstore import MemoryBlockStore
 
 
-def test_trap_what_was_promised_is_not_evicted_before_it_is_loaded(
-    make: Make, store: MemoryBlockStore
-) -> None:
+@pytest.fixture
+def second(make: Make) -> ModelEngine:
+    """An engine beside one that has saved the prompt."""
     make().generate([PROMPT])
-    second = make()
+    return make()
+
+
+def test_trap_what_was_promised_is_not_evicted_before_it_is_loaded(
+    second: ModelEngine, store: MemoryBlockStore
+) -> None:
     evicted: list[bool] = []
 
     def evict() -> None:
@@ -31,10 +36,8 @@ def test_trap_what_was_promised_is_not_evicted_before_it_is_loaded(
 
 
 def test_promises_end_with_the_step_and_with_the_request(
-    make: Make, store: MemoryBlockStore
+    second: ModelEngine, store: MemoryBlockStore
 ) -> None:
-    make().generate([PROMPT])
-    second = make()
     second.active += [request_of(second, PROMPT, 20)]
     second.step()
     assert store.pins() == 8
@@ -86,10 +89,8 @@ def test_trap_what_ranks_were_told_to_load_stays_pinned_until_they_have(
 
 
 def test_a_promise_that_was_never_taken_ends_with_its_request(
-    make: Make, store: MemoryBlockStore
+    second: ModelEngine, store: MemoryBlockStore
 ) -> None:
-    make().generate([PROMPT])
-    second = make()
     request = request_of(second, PROMPT, 20)
     second.scheduler.get_num_new_matched_tokens(request, 0)
     assert store.pins() == 8
@@ -98,11 +99,9 @@ def test_a_promise_that_was_never_taken_ends_with_its_request(
 
 
 def test_a_promise_outlives_the_time_of_the_one_before_it(
-    make: Make, store: MemoryBlockStore
+    second: ModelEngine, store: MemoryBlockStore
 ) -> None:
     """A request that starts again has a new one: ranks may be about to load what it holds."""
-    make().generate([PROMPT])
-    second = make()
     request = request_of(second, PROMPT, 20)
     second.active += [request]
     second.step()
@@ -115,10 +114,8 @@ def test_a_promise_outlives_the_time_of_the_one_before_it(
 
 
 def test_a_broken_promise_ends_the_step_and_no_token_is_wrong(
-    make: Make, store: MemoryBlockStore
+    second: ModelEngine, store: MemoryBlockStore
 ) -> None:
-    make().generate([PROMPT])
-    second = make()
 
     def lose() -> None:
         store.node_down = True
@@ -153,7 +150,7 @@ def test_an_offer_that_is_taken_in_part_is_computed_beyond(
 ) -> None:
     make().generate([PROMPT])
     engine = make(chunk=2 * BLOCK)
-    add = engine._add
+    add = engine.add
 
     def part(request: Any) -> int:
         add(request)
@@ -162,7 +159,7 @@ def test_an_offer_that_is_taken_in_part_is_computed_beyond(
         request.position = request.cached = request.py_num_connector_matched_tokens = taken
         return taken
 
-    engine._add = part  # type: ignore[method-assign]
+    engine.add = part  # type: ignore[method-assign]
     (found,) = engine.generate([PROMPT])
     assert found.generated == alone(PROMPT)
 
@@ -184,7 +181,7 @@ def test_trap_what_is_left_of_an_offer_is_loaded_whichever_end_is_taken_back(
     room: the engine counts what is left as loaded."""
     make().generate([PROMPT])
     engine = make()
-    add, allocate = engine._add, engine._allocate
+    add, allocate = engine.add, engine.allocate
 
     def offer(request: Any) -> int:
         add(request)
@@ -200,10 +197,10 @@ def test_trap_what_is_left_of_an_offer_is_loaded_whichever_end_is_taken_back(
             return
         position, request.position, engine.chunk = request.position, 0, loaded.start * BLOCK
         for layer in range(LAYERS):
-            engine._compute(request, 0, layer)
+            engine.compute(request, 0, layer)
         request.position, engine.chunk = position, len(PROMPT)
 
-    engine._add, engine._allocate = offer, place  # type: ignore[method-assign]
+    engine.add, engine.allocate = offer, place  # type: ignore[method-assign]
     (found,) = engine.generate([PROMPT])
     assert found.generated == alone(PROMPT)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from each_input import each
 
 pytest.importorskip("torch")
 from stores import MIB, NodeProcess
@@ -180,13 +181,13 @@ def test_trap_a_failed_forward_saves_nothing(make: Make, store: MemoryBlockStore
     def broken(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
-    engine._compute = broken  # type: ignore[method-assign]
+    engine.compute = broken  # type: ignore[method-assign]
     engine.generate([PROMPT])
     engine.idle_step()
     assert store.sealed() == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "field"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_core import core_class, core_of
 from vllm_model_config import BLOCK
 from vllm_model_engine import MakeEngine, expected_output, prompt
 
@@ -20,48 +21,26 @@ TOKENS = prompt(2 * BLOCK + 5)
 OTHER = prompt(2 * BLOCK + 5, seed=9)
 
 
-@pytest.fixture
-def core_class() -> Any:
-    """vLLM's own; only scheduler and executor are stood in for."""
-    from vllm.v1.engine.core import EngineCore
-
-    engine_hooks.watch_engine_core()
-    return EngineCore
-
-
-def core_of(core_class: Any, engine: Any) -> Any:
-    """The engine core around a model engine, without its processes."""
-    core = object.__new__(core_class)
-    core.scheduler = engine.scheduler
-    core.model_executor = SimpleNamespace(
-        collective_rpc=lambda method, *args, **kwargs: [],
-        reset_mm_cache=lambda: None,
-        reset_encoder_cache=lambda: None,
-        add_lora=lambda request: True,
-    )
-    core.model_executor.is_sleeping = False
-    core.model_executor.sleep = core.model_executor.discard = lambda what: None
-    core.batch_queue = None
-    core.mm_receiver_cache = None
-    core._weight_version = "default"
-    return core
+def reset_caches(core: Any) -> None:
+    """Call what vLLM's own pausing calls."""
+    core._reset_caches()
 
 
 def run(engine: Any, name: str) -> int:
     """Tokens that were loaded for a request with the same tokens as all others."""
     before = engine.loaded_tokens
-    engine.add(name, TOKENS)
-    engine.run()
+    engine.serve(name, TOKENS)
     assert engine.outputs[name] == expected_output(TOKENS, 4)
     return int(engine.loaded_tokens - before)
 
 
-def test_every_method_that_is_wrapped_is_there(core_class: Any) -> None:
+def test_every_method_that_is_wrapped_is_there() -> None:
     """Of this vLLM: another one is told in the log what it goes without."""
-    assert all(hasattr(core_class, name) for name in engine_hooks._AROUND)
-    before = core_class.set_weight_version
+    core = core_class()
+    assert all(hasattr(core, name) for name in engine_hooks._AROUND)
+    before = core.set_weight_version
     engine_hooks.watch_engine_core()
-    assert core_class.set_weight_version is before, "once"
+    assert core.set_weight_version is before, "once"
 
 
 @pytest.mark.parametrize(
@@ -75,57 +54,51 @@ def test_every_method_that_is_wrapped_is_there(core_class: Any) -> None:
     ],
     ids=["version", "reload", "update", "unknown", "function"],
 )
-def test_after_the_weights_changed_nothing_older_is_loaded(
-    make: MakeEngine, core_class: Any, change: Any
-) -> None:
+def test_after_the_weights_changed_nothing_older_is_loaded(make: MakeEngine, change: Any) -> None:
     engine, other = make(), make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(engine, "before")
-    core._reset_caches()
+    reset_caches(core)
     assert run(engine, "again") == 2 * BLOCK
-    core._reset_caches()
+    reset_caches(core)
     change(core)
     assert run(engine, "after") == 0
-    core._reset_caches()
+    reset_caches(core)
     assert run(engine, "own") == 2 * BLOCK, "what it saved with these it finds"
     assert run(other, "other") == 2 * BLOCK, "who has the first weights goes on with them"
 
 
 @pytest.mark.parametrize("method", sorted(engine_hooks.LEAVES_WEIGHTS_ALONE))
-def test_calls_that_leave_the_weights_alone_cost_nothing(
-    make: MakeEngine, core_class: Any, method: str
-) -> None:
+def test_calls_that_leave_the_weights_alone_cost_nothing(make: MakeEngine, method: str) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(engine, "before")
-    core._reset_caches()
+    reset_caches(core)
     core.collective_rpc(method)
     assert run(engine, "after") == 2 * BLOCK
 
 
-def test_engines_with_a_weights_id_share_by_version(make: MakeEngine, core_class: Any) -> None:
+def test_engines_with_a_weights_id_share_by_version(make: MakeEngine) -> None:
     engines = [make(weights_id="run-17"), make(weights_id="run-17"), make(weights_id="run-18")]
     for engine in engines:
-        core_of(core_class, engine).set_weight_version("5")
+        core_of(engine).set_weight_version("5")
     assert [run(engine, "r") for engine in engines] == [0, 2 * BLOCK, 0]
 
 
-def test_without_one_versions_of_the_same_name_are_not_the_same(
-    make: MakeEngine, core_class: Any
-) -> None:
+def test_without_one_versions_of_the_same_name_are_not_the_same(make: MakeEngine) -> None:
     engines = [make(), make()]
     for engine in engines:
-        core_of(core_class, engine).set_weight_version("5")
+        core_of(engine).set_weight_version("5")
     assert [run(engine, "r") for engine in engines] == [0, 0]
 
 
 def test_a_lookup_under_way_when_the_weights_change_comes_to_nothing(
-    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(engine, "before")
-    core._reset_caches()
+    reset_caches(core)
     engine.add("asked", TOKENS)  # its lookup starts here
     core.collective_rpc("reload_weights")
     engine.run()
@@ -134,50 +107,46 @@ def test_a_lookup_under_way_when_the_weights_change_comes_to_nothing(
 
 
 def test_what_is_computed_on_kv_of_other_weights_is_not_saved(
-    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     """The user kept the engine's own cache over the update: its prefix is of the old weights."""
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(engine, "before")
     saved = len(store.sealed())
     core.collective_rpc("reload_weights")
     run(engine, "mixed")
     assert len(store.sealed()) == saved
-    core._reset_caches()
+    reset_caches(core)
     run(engine, "clean")
     assert len(store.sealed()) == 2 * saved
 
 
 def test_sleep_and_pause_leave_the_store_as_it_is_and_a_reset_does_not(
-    make: MakeEngine, store: MemoryBlockStore, core_class: Any
+    make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(engine, "a")
     saved = len(store.sealed())
-    core._reset_caches()
+    reset_caches(core)
     assert len(store.sealed()) == saved
     assert core.reset_prefix_cache(reset_connector=True) is True
     assert store.sealed() == []
 
 
-def test_a_store_that_is_down_fails_neither(
-    make: MakeEngine, store: MemoryBlockStore, core_class: Any
-) -> None:
+def test_a_store_that_is_down_fails_neither(make: MakeEngine, store: MemoryBlockStore) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(engine, "a")
     store.node_down = True
-    core._reset_caches()
+    reset_caches(core)
     assert core.reset_prefix_cache(reset_connector=True) is True
 
 
-def test_saves_in_flight_fail_neither(
-    make: MakeEngine, store: MemoryBlockStore, core_class: Any
-) -> None:
+def test_saves_in_flight_fail_neither(make: MakeEngine, store: MemoryBlockStore) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     worker = engine.worker
 
     def on_workers(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -189,7 +158,7 @@ def test_saves_in_flight_fail_neither(
         engine.step()
     connector = engine.scheduler.connector
     assert connector.saves_in_flight
-    core._reset_caches()
+    reset_caches(core)
     assert not connector.saves_in_flight
     engine.run()
 
@@ -197,16 +166,14 @@ def test_saves_in_flight_fail_neither(
 class Loading:
     """A request whose load stands still while `go` is not set: in a copy, or before it."""
 
-    def __init__(
-        self, make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, in_copy: bool
-    ) -> None:
+    def __init__(self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, in_copy: bool) -> None:
         from connector.worker import transfers
 
         self.go = threading.Event()
         begun = threading.Event()
         run(make(), "before")
         self.engine = make()
-        self.core = core_of(core_class, self.engine)
+        self.core = core_of(self.engine)
         self.core.model_executor.collective_rpc = self._on_workers(monkeypatch)
         load_blocks, scatter_all = transfers.load_blocks, transfers.scatter_all
 
@@ -250,12 +217,11 @@ class Loading:
 @contextmanager
 def loading(
     make: MakeEngine,
-    core_class: Any,
     monkeypatch: pytest.MonkeyPatch,
     *,
     in_copy: bool = False,
 ) -> Iterator[Loading]:
-    made = Loading(make, core_class, monkeypatch, in_copy)
+    made = Loading(make, monkeypatch, in_copy)
     try:
         yield made
     finally:
@@ -280,9 +246,9 @@ EMPTYING: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("how", EMPTYING)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_the_cache_is_emptied_while_a_request_loads(
-    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, how: str, policy: str
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, how: str, policy: str
 ) -> None:
-    with loading(make, core_class, monkeypatch) as one:
+    with loading(make, monkeypatch) as one:
         one.engine.scheduler.recompute_kv_load_failures = policy == "recompute"
         EMPTYING[how](one.core)
         assert one.blocks_in_use == 0
@@ -296,11 +262,11 @@ def test_the_cache_is_emptied_while_a_request_loads(
 
 @pytest.mark.parametrize("in_copy", [False, True])
 def test_what_is_loaded_late_reaches_no_block_that_was_taken_back(
-    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, in_copy: bool
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, in_copy: bool
 ) -> None:
     """Rule 5: a block that is being copied into stays in use, however long that takes."""
     monkeypatch.setattr(engine_hooks, "END_SAVES_S", 0.05)
-    with loading(make, core_class, monkeypatch, in_copy=in_copy) as one:
+    with loading(make, monkeypatch, in_copy=in_copy) as one:
         used = one.blocks_in_use
         if in_copy:
             with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
@@ -318,9 +284,9 @@ def test_what_is_loaded_late_reaches_no_block_that_was_taken_back(
 
 
 def test_a_copy_that_ends_in_time_is_waited_for(
-    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with loading(make, core_class, monkeypatch, in_copy=True) as one:
+    with loading(make, monkeypatch, in_copy=True) as one:
         threading.Timer(0.1, one.go.set).start()
         one.core.reset_prefix_cache(reset_running_requests=True)
         assert one.blocks_in_use == 0
@@ -330,10 +296,10 @@ def test_a_copy_that_ends_in_time_is_waited_for(
 
 @pytest.mark.parametrize("room", [True, False])
 def test_blocks_of_a_load_that_is_over_are_taken_back_too(
-    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch, room: bool
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     """Before vLLM looks at the request again, and where it then finds no room in its step."""
-    with loading(make, core_class, monkeypatch) as one:
+    with loading(make, monkeypatch) as one:
         one.go.set()
         scheduler = one.engine.scheduler
         while not scheduler.finished_recving_kv_req_ids:
@@ -348,10 +314,10 @@ def test_blocks_of_a_load_that_is_over_are_taken_back_too(
 
 
 def test_a_plain_reset_leaves_a_request_that_loads_alone(
-    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM's leaves one that runs; aborted ones hold nothing up."""
-    with loading(make, core_class, monkeypatch) as one:
+    with loading(make, monkeypatch) as one:
         assert not one.core.reset_prefix_cache()
         one.engine.abort("r")
         assert one.core.reset_prefix_cache()
@@ -361,13 +327,13 @@ def test_a_plain_reset_leaves_a_request_that_loads_alone(
 
 
 def test_failures_in_reports_of_steps_under_way_are_of_nobody_any_more(
-    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from concurrent.futures import Future
 
     from vllm.v1.outputs import KVConnectorOutput
 
-    with loading(make, core_class, monkeypatch) as one:
+    with loading(make, monkeypatch) as one:
         (table,) = one.engine.scheduler.kv_cache_manager.get_block_ids("r")
         transfers = KVConnectorOutput(invalid_block_ids={*table, 77}, failed_recving={"r", "s"})
         step: Future[Any] = Future()
@@ -379,10 +345,10 @@ def test_failures_in_reports_of_steps_under_way_are_of_nobody_any_more(
 
 
 def test_an_error_of_ours_keeps_nobody_from_anything(
-    make: MakeEngine, core_class: Any, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
 
     def broken(version: str) -> None:
         raise LookupError("a bug")
@@ -393,12 +359,12 @@ def test_an_error_of_ours_keeps_nobody_from_anything(
 
 
 def test_an_adapter_that_is_loaded_again_is_looked_at_again(
-    make: MakeEngine, core_class: Any, tmp_path: Any
+    make: MakeEngine, tmp_path: Any
 ) -> None:
     from vllm.lora.request import LoRARequest
 
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     weights = engine.scheduler.connector._weights
     file = tmp_path / "adapter_model.safetensors"
     request = SimpleNamespace(lora_request=LoRARequest("a", 1, str(tmp_path)))

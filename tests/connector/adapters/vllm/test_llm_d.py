@@ -147,8 +147,7 @@ def sent(events: list[Any]) -> bytes:
 def test_its_index_has_blocks_of_the_store_as_a_second_tier(make: MakeEngine) -> None:
     engine, index = make(events=True), Index()
     tokens = prompt(3 * BLOCK + 5)
-    engine.add("a", tokens, max_tokens=1)
-    engine.run()
+    engine.serve("a", tokens, max_tokens=1)
     # A pod's events come in this order: what is computed is said before it is saved.
     index.read(sent([e for e in engine.events if e.medium == "GPU"]))
     of_vllm = set(index.after)
@@ -160,15 +159,13 @@ def test_its_index_has_blocks_of_the_store_as_a_second_tier(make: MakeEngine) ->
 def test_a_block_that_the_store_lost_leaves_that_tier_alone(make: MakeEngine, store: Any) -> None:
     engine, index = make(events=True), Index()
     tokens = prompt(2 * BLOCK + 5)
-    engine.add("a", tokens)
-    engine.run()
+    engine.serve("a", tokens)
     index.read(sent(engine.events))
     engine.scheduler.reset_prefix_cache()
     (lost, *_) = store.sealed()
     store.evict(lost)
     engine.events.clear()
-    engine.add("again", tokens)
-    engine.run()
+    engine.serve("again", tokens)
     gone = [e for e in engine.events if type(e).__name__ == "BlockRemoved" and e.medium == "CPU"]
     index.read(sent(gone))
     per_block = BLOCK // ENGINE_BLOCK
@@ -193,8 +190,7 @@ def test_a_router_of_others_hands_a_prompt_over(
     """Through JSON both ways, as over HTTP, and unread in between."""
     tokens = prompt(2 * BLOCK + 9)
     producer = make()
-    producer.add("p", tokens, max_tokens=1, params=json.loads(json.dumps(ASKED[who])))
-    producer.run()
+    producer.serve("p", tokens, max_tokens=1, params=json.loads(json.dumps(ASKED[who])))
     told = json.loads(json.dumps(dict(producer.told["p"])))
     assert told["do_remote_prefill"] is True
     assert decode(make(), tokens, told) == 1
@@ -206,9 +202,7 @@ def test_llm_ds_sidecar_without_parameters_meets_in_the_store(
     """`shared-storage`: the same prompt twice, and nothing about KV in either request."""
     tokens = prompt(2 * BLOCK + 9)
     producer = make()
-    producer.add("p", tokens, max_tokens=1)
-    producer.run()
+    producer.serve("p", tokens, max_tokens=1)
     engine = make()
-    engine.add("d", tokens, max_tokens=1)
-    engine.run()
+    engine.serve("d", tokens, max_tokens=1)
     assert engine.computed_tokens == 9

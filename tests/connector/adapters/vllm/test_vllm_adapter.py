@@ -348,8 +348,7 @@ def test_trap_under_multi_connector_the_child_that_lost_loads_nothing(
     loads: list[list[int]] = []
     for _ in range(2):
         engine = ModelEngine(model, store, monkeypatch, transfer=multi)
-        engine.add("r", prompt)
-        engine.run()
+        engine.serve("r", prompt)
         assert engine.outputs["r"] == expected_output(prompt, 4)
         plans = [m.metadata for m in engine.metadata]
         loads.append([sum(len(pair[i].plan.loads) for pair in plans) for i in (0, 1)])

@@ -33,8 +33,7 @@ def test_its_loads_fail_and_its_saves_end(
 ) -> None:
     tokens = prompt(4 * BLOCK + 5)
     producer = make(window=window)
-    producer.add("a", tokens)
-    producer.run()
+    producer.serve("a", tokens)
     there = len(store.sealed())
     assert there
     request.getfixturevalue("refused")

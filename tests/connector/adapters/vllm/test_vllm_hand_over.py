@@ -14,7 +14,8 @@ from connector_parts import TO_PREFILL
 from vllm_model_config import BLOCK, ENGINE_BLOCK
 from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
-from kvstore import LookupResult, MissReason
+from kvstore import MissReason
+from kvstore.spi import LookupResult
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
@@ -22,8 +23,7 @@ pytestmark = pytest.mark.vllm
 
 def prefill(engine: ModelEngine, tokens: list[int], name: str = "p", **more: Any) -> dict[str, Any]:
     """Have the prompt computed, as a router asks for it; what a router is told."""
-    engine.add(name, tokens, max_tokens=1, params=TO_PREFILL, **more)
-    engine.run()
+    engine.serve(name, tokens, max_tokens=1, params=TO_PREFILL, **more)
     return dict(engine.told[name])
 
 
@@ -32,8 +32,7 @@ def decode(
 ) -> int:
     """Tokens of the prompt that the engine computed; its answer is right."""
     before = engine.computed_tokens
-    engine.add(name, tokens, params=told)
-    engine.run()
+    engine.serve(name, tokens, params=told)
     assert engine.outputs[name] == expected_output(tokens, 4, **expected)
     return engine.computed_tokens - before - 3
 
@@ -71,8 +70,7 @@ def test_states_are_handed_over_as_before(make: MakeEngine, token_by_token: None
 
 def test_ordinary_requests_save_no_part(make: MakeEngine, store: MemoryBlockStore) -> None:
     engine = make()
-    engine.add("a", prompt(2 * BLOCK + 9), max_tokens=1)
-    engine.run()
+    engine.serve("a", prompt(2 * BLOCK + 9), max_tokens=1)
     assert len(store.sealed()) == 2
     told = prefill(engine, prompt(2 * BLOCK + 9))
     assert len(store.sealed()) == 3
@@ -105,7 +103,7 @@ def test_what_others_left_behind_a_part_is_not_stored(
     for kv in engine.kv:
         kv.fill_(1.0)  # as if all blocks had had other owners
     prefill(engine, prompt(ENGINE_BLOCK + 3))
-    (slot,) = store._slots.values()
+    (slot,) = store.slots()
     # [layer][head][token][C], of which ENGINE_BLOCK + 3 tokens are the prompt's.
     per_head = len(slot.payload) // 4
     token_bytes = per_head // BLOCK
@@ -121,8 +119,7 @@ def test_pages_in_one_piece_are_not_stored_beside_what_must_not_be_kept(
     engine = make(role="kv_producer")
     prefill(engine, prompt(BLOCK + 9), "p0")
     assert len(store.sealed()) == 2
-    engine.add("private", prompt(BLOCK, seed=9), params={"skip_save": True})
-    engine.run()
+    engine.serve("private", prompt(BLOCK, seed=9), params={"skip_save": True})
     told = prefill(engine, prompt(BLOCK + 9, seed=1), "p1")
     assert (len(store.sealed()), told["kvstore_tokens"]) == (3, BLOCK)
 
@@ -209,6 +206,5 @@ def test_a_child_of_multi_connector_leaves_the_answer_to_others(make: MakeEngine
             "kv_connector_extra_config": {"connectors": [child, child]},
         }
     )
-    engine.add("p", prompt(BLOCK + 9), max_tokens=1, params=TO_PREFILL)
-    engine.run()
+    engine.serve("p", prompt(BLOCK + 9), max_tokens=1, params=TO_PREFILL)
     assert engine.told == {}

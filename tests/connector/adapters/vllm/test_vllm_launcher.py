@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_model_checks import groups_of
 from vllm_model_config import kv_cache_config, vllm_config
 
 from kvstore import UsageError
@@ -55,7 +56,7 @@ def test_each_data_parallel_process_is_an_engine_of_its_own(
     assert scheduler._shape.workers == 1, "its scheduler waits for its own worker only"
     (group,) = worker._w._groups
     assert group.saves
-    assert (group.namespace,) == scheduler._shape.layout(scheduler._config).groups[0].namespaces
+    assert (group.namespace,) == groups_of(scheduler)[0].namespaces
     for connector in (worker, scheduler):
         connector.shutdown()
 

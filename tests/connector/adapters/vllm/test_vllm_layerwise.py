@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_input import each
 from vllm_model_checks import check_answers, check_under_pressure
 from vllm_model_config import BLOCK, ENGINE_BLOCK, LAYERS, kv_cache_config, vllm_config
 from vllm_model_engine import MakeEngine, expected_output, prompt
@@ -57,11 +58,9 @@ def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(
 ) -> None:
     producer, consumer = make(), make()
     tokens = prompt(2 * BLOCK + 5)
-    producer.add("a", tokens)
-    producer.run()
-    next(iter(store._slots.values())).payload[-17] ^= 1  # in the last layer
-    consumer.add("a", tokens)
-    consumer.run()
+    producer.serve("a", tokens)
+    next(iter(store.slots())).payload[-17] ^= 1  # in the last layer
+    consumer.serve("a", tokens)
     assert consumer.loaded_tokens == 2 * BLOCK
     assert consumer.outputs["a"] != expected_output(tokens, 4)
 
@@ -80,15 +79,13 @@ def test_a_tail_computed_on_a_load_is_saved_once_the_load_is_known_to_be_good(
 ) -> None:
     producer, consumer = make(), make()
     tokens = prompt(5 * BLOCK + 1)
-    producer.add("a", tokens[: 2 * BLOCK + 3], max_tokens=1)
-    producer.run()
+    producer.serve("a", tokens[: 2 * BLOCK + 3], max_tokens=1)
     consumer.add("b", tokens, max_tokens=1)  # ends in the very step of its load
     consumer.run()
     assert consumer.loaded_tokens == 2 * BLOCK
     assert len(store.sealed()) == 5
     third = make()
-    third.add("c", tokens)
-    third.run()
+    third.serve("c", tokens)
     assert third.loaded_tokens == 5 * BLOCK
     assert third.outputs["c"] == expected_output(tokens, 4)
 
@@ -99,18 +96,15 @@ def test_trap_a_load_that_fails_in_the_middle_is_computed_and_nothing_of_the_ste
 ) -> None:
     producer, consumer = make(), make()
     tokens = prompt(5 * BLOCK + 1)
-    producer.add("a", tokens[: 3 * BLOCK + 3], max_tokens=1)
-    producer.run()
+    producer.serve("a", tokens[: 3 * BLOCK + 3], max_tokens=1)
     fail_in_layer(store, layer, 3, store.sealed()[0])
-    consumer.add("b", tokens)
-    consumer.run()
+    consumer.serve("b", tokens)
     store.on_check = lambda: None
     assert consumer.loaded_tokens == 3 * BLOCK, "a load was planned"
     assert consumer.computed_tokens == (2 * BLOCK + 1) + (5 * BLOCK + 1) + 3, "twice"
     assert consumer.outputs["b"] == expected_output(tokens, 4)
     third = make()
-    third.add("c", tokens)
-    third.run()
+    third.serve("c", tokens)
     assert third.loaded_tokens == 5 * BLOCK, "computed again, then saved"
     assert third.outputs["c"] == expected_output(tokens, 4)
 
@@ -120,11 +114,9 @@ def test_what_layers_carried_is_counted_and_said_to_be_stored_when_it_is_right(
 ) -> None:
     producer, consumer = make(), make(events=True)
     tokens = prompt(5 * BLOCK + 1)
-    producer.add("a", tokens[: 3 * BLOCK + 3], max_tokens=1)
-    producer.run()
+    producer.serve("a", tokens[: 3 * BLOCK + 3], max_tokens=1)
     fail_in_layer(store, 1, 3, store.sealed()[0])
-    consumer.add("b", tokens, max_tokens=1)
-    consumer.run()
+    consumer.serve("b", tokens, max_tokens=1)
     store.on_check = lambda: None
     ours = [event for event in consumer.events if event.medium == "CPU"]
     assert [type(event).__name__ for event in ours] == ["BlockStored"] * 5
@@ -145,8 +137,7 @@ def test_trap_requests_that_share_a_failed_load_give_the_right_tokens(
     """The second one hits, in vLLM's own cache, what the first is loading in the same step."""
     producer, consumer = make(), make(max_batched_tokens=100)
     shared = prompt(3 * BLOCK)
-    producer.add("a", [*shared, 1], max_tokens=1)
-    producer.run()
+    producer.serve("a", [*shared, 1], max_tokens=1)
     fail_in_layer(store, 1, 3, store.sealed()[1])
     wanted = {name: shared + prompt(BLOCK + 2, seed=i) for i, name in enumerate("bcd", 1)}
     for name, tokens in wanted.items():
@@ -155,8 +146,7 @@ def test_trap_requests_that_share_a_failed_load_give_the_right_tokens(
     store.on_check = lambda: None
     third = make()
     for name, tokens in wanted.items():
-        third.add(name, tokens)
-        third.run()
+        third.serve(name, tokens)
         assert consumer.outputs[name] == expected_output(tokens, 4)
         assert third.outputs[name] == expected_output(tokens, 4)
 
@@ -170,8 +160,7 @@ def test_trap_a_request_aborted_after_its_load_failed_leaves_no_wrong_block_behi
     """
     producer, consumer = make(), make()
     tokens = prompt(4 * BLOCK + 3)
-    producer.add("a", tokens[: 2 * BLOCK + 1], max_tokens=1)
-    producer.run()
+    producer.serve("a", tokens[: 2 * BLOCK + 1], max_tokens=1)
     fail_in_layer(store, 1, 2, store.sealed()[0])
     consumer.add("b", tokens)
     while consumer.loaded_tokens == 0:
@@ -180,8 +169,7 @@ def test_trap_a_request_aborted_after_its_load_failed_leaves_no_wrong_block_behi
     assert consumer.outputs["b"] == []
     consumer.abort("b")
     store.index_down = True  # only vLLM's own cache is left to hit
-    consumer.add("c", tokens)
-    consumer.run()
+    consumer.serve("c", tokens)
     assert consumer.outputs["c"] == expected_output(tokens, 4)
     assert consumer.free_blocks == 127
 
@@ -217,7 +205,7 @@ class TestRefusals:
                 object.__setattr__(config, part, value)
         engine_shape(config, kv_cache_config(8), ConnectorSettings(layerwise=True))
 
-    @pytest.mark.parametrize(
+    @each(
         ("setting", "changes"),
         [
             ("async_scheduling", {"scheduler_config__async_scheduling": True}),

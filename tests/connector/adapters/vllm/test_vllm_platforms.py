@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each_input import each
 from vllm_model_config import kv_cache_config, vllm_config
 
 pytestmark = pytest.mark.vllm
@@ -56,9 +57,9 @@ def become(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "current_platform", machine)
 
 
-@pytest.mark.parametrize("vram", [False, True])
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
-@pytest.mark.parametrize("device", device_types())
+@each("vram", [False, True])
+@each("role", ["kv_producer", "kv_consumer", "kv_both"])
+@each("device", device_types())
 def test_both_sides_start_on_every_platform(
     config: Any, monkeypatch: pytest.MonkeyPatch, device: str, role: str, vram: bool
 ) -> None:
@@ -78,9 +79,9 @@ def test_both_sides_start_on_every_platform(
         KVStoreConnector(config, role, kv_cache_config(8))
         for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
     ]
-    scheduler, worker = sides
-    assert scheduler._shape == worker._shape
-    assert scheduler._shape.saves is (role != "kv_consumer")
-    assert scheduler._shape.loads is (role != "kv_producer")
+    shape, other = (side._shape for side in sides)
+    assert shape == other
+    assert shape.saves is (role != "kv_consumer")
+    assert shape.loads is (role != "kv_producer")
     for connector in sides:
         connector.shutdown()

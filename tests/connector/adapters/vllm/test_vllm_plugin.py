@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from each_input import each
+from own_python import printed
 
 from connector.adapters.vllm.plugin import MADE_FOR
 
@@ -82,12 +84,14 @@ def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", VLLMS)
+@each("kind", VLLMS)
 def test_no_vllm_stops_it_and_one_line_says_what_it_was_made_for_and_found(
     tmp_path: Path, kind: str
 ) -> None:
-    write(tmp_path, VLLMS[kind])
-    ran = run(ENTRY, tmp_path, ROOT)
+    there = tmp_path / kind
+    there.mkdir()
+    write(there, VLLMS[kind])
+    ran = run(ENTRY, there, ROOT)
     assert (ran.returncode, ran.stdout) == (0, "went on\n"), ran.stderr
     (line,) = ran.stderr.splitlines()
     assert f"made for vLLM {MADE_FOR}, found " in line
@@ -167,16 +171,9 @@ def test_doctor_names_the_clash(tmp_path: Path) -> None:
         "(found,) = software.vllm(None)\n"
         "print(found.level, found.found, found.do)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert f"`connector` is found in {tmp_path}/connector.py, which is not ours" in ran.stdout
-    assert "remove it" in ran.stdout
+    ran = printed(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}", cwd=tmp_path)
+    assert f"`connector` is found in {tmp_path}/connector.py, which is not ours" in ran
+    assert "remove it" in ran
 
 
 @pytest.mark.parametrize(

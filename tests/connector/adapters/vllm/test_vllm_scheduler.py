@@ -11,7 +11,7 @@ from vllm_model_config import BLOCK, ENGINE_BLOCK
 from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
 from connector import PromptKeys
-from kvstore import Tier
+from kvstore.spi import Tier
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytestmark = pytest.mark.vllm
@@ -30,12 +30,11 @@ def test_what_one_engine_computed_another_loads(make: MakeEngine) -> None:
 def test_vllm_is_told_from_where_each_token_came(make: MakeEngine, store: MemoryBlockStore) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    tokens = prompt(3 * BLOCK + 5)
+    tokens = prompt(4 * BLOCK + 5)
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
-    producer.add("a", tokens)
-    producer.run()
-    device, peer = store.sealed()[:2]
-    store.elsewhere = {device: Tier.VRAM, peer: Tier.OTHER_HOST}
+    producer.serve("a", tokens)
+    device, disk, peer = store.sealed()[:3]
+    store.elsewhere = {device: Tier.VRAM, disk: Tier.DISK, peer: Tier.OTHER_HOST}
     connector = consumer.scheduler.connector
     sources: list[dict[CacheHitSource, int]] = []
     ask = connector.get_external_cache_hit_sources
@@ -45,10 +44,14 @@ def test_vllm_is_told_from_where_each_token_came(make: MakeEngine, store: Memory
         return sources[-1]
 
     connector.get_external_cache_hit_sources = asked
-    consumer.add("a", tokens)
-    consumer.run()
+    consumer.serve("a", tokens)
     assert sources == [
-        {CacheHitSource.DEVICE: BLOCK, CacheHitSource.P2P: BLOCK, CacheHitSource.HOST: BLOCK}
+        {
+            CacheHitSource.DEVICE: BLOCK,
+            CacheHitSource.DISK: BLOCK,
+            CacheHitSource.P2P: BLOCK,
+            CacheHitSource.HOST: BLOCK,
+        }
     ]
 
 
@@ -58,8 +61,7 @@ def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(
     tokens = prompt(3 * BLOCK + 5)
 
     def answer(engine: ModelEngine) -> None:
-        engine.add("a", tokens)
-        engine.run()
+        engine.serve("a", tokens)
         assert engine.outputs["a"] == expected_output(tokens, 4)
 
     answer(make(role="kv_consumer"))
@@ -82,8 +84,7 @@ def test_a_request_that_asks_is_told_the_keys_it_is_saved_under(
     asking = {PromptKeys.ASKED: True}
     engine.add("asks", tokens, max_tokens=1, cache_salt=salt)
     engine.scheduler.requests["asks"].kv_transfer_params = asking
-    engine.add("does not ask", prompt(BLOCK, seed=1))
-    engine.run()
+    engine.serve("does not ask", prompt(BLOCK, seed=1))
     assert list(engine.told) == ["asks"]
     keys, last = PromptKeys.from_answer(engine.told["asks"][PromptKeys.ASKED])
     assert last in store.sealed()
@@ -122,12 +123,10 @@ def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(
 ) -> None:
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
     tokens = prompt(2 * BLOCK + 5)
-    producer.add("a", tokens)
-    producer.run()
-    slot = next(iter(store._slots.values()))
+    producer.serve("a", tokens)
+    slot = next(iter(store.slots()))
     slot.payload[17] ^= 1
-    consumer.add("a", tokens)
-    consumer.run()
+    consumer.serve("a", tokens)
     assert consumer.loaded_tokens == 2 * BLOCK
     assert consumer.outputs["a"] != expected_output(tokens, 4)
 
@@ -151,13 +150,10 @@ def test_chunked_prefill_saves_and_loads(make: MakeEngine) -> None:
 def test_a_local_hit_is_kept_and_only_the_rest_is_loaded(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(3 * BLOCK + 5)
-    producer.add("a", tokens)
-    producer.run()
+    producer.serve("a", tokens)
     # One engine block of the same prefix, not a whole store block, is cached locally.
-    consumer.add("short", tokens[: ENGINE_BLOCK + 1], max_tokens=1)
-    consumer.run()
-    consumer.add("a", tokens)
-    consumer.run()
+    consumer.serve("short", tokens[: ENGINE_BLOCK + 1], max_tokens=1)
+    consumer.serve("a", tokens)
     assert consumer.outputs["a"] == expected_output(tokens, 4)
     assert consumer.loaded_tokens == 3 * BLOCK - ENGINE_BLOCK
 
@@ -165,11 +161,9 @@ def test_a_local_hit_is_kept_and_only_the_rest_is_loaded(make: MakeEngine) -> No
 def test_generated_tokens_are_shared_too(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(BLOCK + 3)
-    producer.add("a", tokens, max_tokens=BLOCK)
-    producer.run()
+    producer.serve("a", tokens, max_tokens=BLOCK)
     longer = tokens + producer.outputs["a"]
-    consumer.add("b", longer)
-    consumer.run()
+    consumer.serve("b", longer)
     assert consumer.outputs["b"] == expected_output(longer, 4)
     assert consumer.loaded_tokens == 2 * BLOCK - (2 * BLOCK) % BLOCK
 
@@ -246,8 +240,7 @@ def test_trap_a_bad_first_block_terminates_with_the_right_output(
 ) -> None:
     producer, consumer = make(), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
-    producer.add("a", tokens)
-    producer.run()
+    producer.serve("a", tokens)
     evict_unnoticed(store)
     check_answers([consumer], tokens, steps_max=100)
 
@@ -255,11 +248,9 @@ def test_trap_a_bad_first_block_terminates_with_the_right_output(
 def test_a_bad_later_block_keeps_the_good_prefix(make: MakeEngine, store: MemoryBlockStore) -> None:
     producer, consumer = make(), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
-    producer.add("a", tokens)
-    producer.run()
+    producer.serve("a", tokens)
     store.evict(store.sealed()[1], forget=False)
-    consumer.add("a", tokens)
-    consumer.run()
+    consumer.serve("a", tokens)
     assert consumer.outputs["a"] == expected_output(tokens, 4)
     assert consumer.computed_tokens == 2 * BLOCK + 5 + 3
 
@@ -271,8 +262,7 @@ def test_trap_an_abort_during_a_load_frees_the_blocks_and_later_requests_are_rig
 
     producer, consumer = make(), make(role="kv_consumer")
     tokens = prompt(3 * BLOCK + 5)
-    producer.add("a", tokens)
-    producer.run()
+    producer.serve("a", tokens)
     gate, reached = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -288,8 +278,7 @@ def test_trap_an_abort_during_a_load_frees_the_blocks_and_later_requests_are_rig
     assert consumer.free_blocks == 127
     gate.set()
     store.on_view = lambda: None
-    consumer.add("a", tokens)
-    consumer.run()
+    consumer.serve("a", tokens)
     assert consumer.outputs["a"] == expected_output(tokens, 4)
 
 
@@ -297,8 +286,7 @@ def test_a_dead_store_answers_every_request(make: MakeEngine, store: MemoryBlock
     store.node_down = store.index_down = True
     engine = make()
     tokens = prompt(3 * BLOCK + 5)
-    engine.add("a", tokens)
-    engine.run()
+    engine.serve("a", tokens)
     assert engine.outputs["a"] == expected_output(tokens, 4)
     assert engine.free_blocks == 127
 
@@ -322,8 +310,7 @@ def test_trap_a_slow_lookup_does_not_hold_up_other_requests(
 
 def test_trap_reset_clears_what_was_stored(make: MakeEngine, store: MemoryBlockStore) -> None:
     engine = make()
-    engine.add("a", prompt(2 * BLOCK))
-    engine.run()
+    engine.serve("a", prompt(2 * BLOCK))
     assert store.sealed()
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
     assert store.sealed() == []
@@ -334,10 +321,8 @@ def test_trap_reset_clears_what_was_stored(make: MakeEngine, store: MemoryBlockS
 def test_trap_hits_are_counted_as_coming_from_the_host(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     tokens = prompt(2 * BLOCK + 3)
-    producer.add("a", tokens)
-    producer.run()
-    consumer.add("a", tokens)
-    consumer.run()
+    producer.serve("a", tokens)
+    consumer.serve("a", tokens)
     assert producer.hits == {}
     assert consumer.hits == {"host": 2 * BLOCK}
 
@@ -357,7 +342,6 @@ def test_hints_of_a_request_reach_the_store(make: MakeEngine, store: MemoryBlock
 
     action = KvHintAction("a", "retain", "1", {"ttl_s": 60, "tenant": "t"})
     engine = make()
-    engine.add("a", prompt(2 * BLOCK + 5), kv_hints=KvHintsEnvelope("1", "m", [action]))
-    engine.run()
+    engine.serve("a", prompt(2 * BLOCK + 5), kv_hints=KvHintsEnvelope("1", "m", [action]))
     engine.scheduler.connector._s._retainer.close()
     assert set(store.retained.values()) == {(60, "t")}

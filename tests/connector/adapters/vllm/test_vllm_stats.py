@@ -64,8 +64,7 @@ class TestStats:
 
         engine = make()
         seen, log = front_end(engine.config), KVConnectorLogging(engine.config.kv_transfer_config)
-        engine.add("a", prompt(3 * BLOCK + 5))
-        engine.run()
+        engine.serve("a", prompt(3 * BLOCK + 5))
         for stats in engine.stats:
             seen.observe(pickle.loads(pickle.dumps(stats)))
             log.observe(stats)
@@ -100,8 +99,7 @@ class TestStats:
             machine the request may have stored its block before anybody asks why it was not
             there, so each time another prompt is tried."""
             seed = next(numbers)
-            engine.add(f"a{seed}", prompt(BLOCK + 5, seed=seed), max_tokens=1)
-            engine.run()
+            engine.serve(f"a{seed}", prompt(BLOCK + 5, seed=seed), max_tokens=1)
             while engine.stats:
                 seen.observe(engine.stats.pop(0))
             labels = {**LABELS, "reason": "never-stored"}
@@ -127,8 +125,7 @@ class TestStats:
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
         engine = make(transfer=multi(multi_child_without_stats()))
-        engine.add("a", prompt(3 * BLOCK + 5))
-        engine.run()
+        engine.serve("a", prompt(3 * BLOCK + 5))
         seen, log = front_end(engine.config), KVConnectorLogging(engine.config.kv_transfer_config)
         for stats in engine.stats:
             assert set(stats) == {"KVStoreConnector"}
@@ -149,12 +146,10 @@ def test_trap_what_another_connector_fills_in_within_the_step_is_not_saved(
     make: MakeEngine, store: MemoryBlockStore
 ) -> None:
     engine = make(transfer=multi(multi_child_without_stats()))
-    engine.add("a", prompt(3 * BLOCK + 5))
-    engine.run()
+    engine.serve("a", prompt(3 * BLOCK + 5))
     assert store.sealed() == []
     alone = make(transfer=multi())
-    alone.add("a", prompt(3 * BLOCK + 5))
-    alone.run()
+    alone.serve("a", prompt(3 * BLOCK + 5))
     assert len(store.sealed()) == 3
 
 
@@ -163,8 +158,7 @@ def test_hits_under_multi_connector_are_counted_as_the_childs(make: MakeEngine) 
     tokens = prompt(2 * BLOCK + 3)
     for _ in range(2):
         engine = make(transfer=multi())
-        engine.add("a", tokens)
-        engine.run()
+        engine.serve("a", tokens)
         assert engine.outputs["a"] == expected_output(tokens, 4)
     assert engine.hits == {"host": 2 * BLOCK}
 
@@ -176,8 +170,7 @@ class TestEvents:
     ) -> None:
         engine = make(events=True)
         tokens = prompt(3 * BLOCK + 5)
-        engine.add("a", tokens, max_tokens=1)
-        engine.run()
+        engine.serve("a", tokens, max_tokens=1)
         device = [e for e in engine.events if e.medium == "GPU"]
         ours = [e for e in engine.events if e.medium == "CPU"]
         assert [type(e).__name__ for e in ours] == ["BlockStored"] * 3
@@ -202,8 +195,7 @@ class TestEvents:
 
         engine = make(events=True)
         lora = LoRARequest("a", 7, "a/path")
-        engine.add("a", prompt(BLOCK + 5), max_tokens=1, lora_request=lora, cache_salt="salt")
-        engine.run()
+        engine.serve("a", prompt(BLOCK + 5), max_tokens=1, lora_request=lora, cache_salt="salt")
         (device,) = [e for e in engine.events if e.medium == "GPU"]
         (ours,) = [e for e in engine.events if e.medium == "CPU"]
         for name in ("lora_id", "lora_name", "extra_keys", "block_hashes", "token_ids"):
@@ -215,15 +207,13 @@ class TestEvents:
     ) -> None:
         engine = make(events=True)
         tokens = prompt(2 * BLOCK + 5)
-        engine.add("a", tokens)
-        engine.run()
+        engine.serve("a", tokens)
         engine.scheduler.reset_prefix_cache()
         for key in store.sealed():
             store.evict(key)
         stored = [e for e in engine.events if e.medium == "CPU"]
         engine.events.clear()
-        engine.add("again", tokens)
-        engine.run()
+        engine.serve("again", tokens)
         assert engine.outputs["again"] == expected_output(tokens, 4)
         said = [e for e in engine.events if getattr(e, "medium", None) == "CPU"]
         assert [type(e).__name__ for e in said] == ["BlockRemoved", *["BlockStored"] * 2]
@@ -238,16 +228,14 @@ class TestEvents:
         size = 8 * ENGINE_BLOCK
         producer = make(events=True, block_tokens=size)
         tokens = prompt(2 * size + 5)
-        producer.add("a", tokens, max_tokens=1)
-        producer.run()
+        producer.serve("a", tokens, max_tokens=1)
         ours = [e for e in producer.events if e.medium == "CPU"]
         assert [len(e.block_hashes) * e.block_size for e in ours] == [size] * 2
         told = [stats.get("kvstore_block_tokens") for stats in producer.stats]
         assert [value for value in told if value] == [size], "once: a counter that stays"
         consumer = make(block_tokens=size)
         shared = blocks * ENGINE_BLOCK
-        consumer.add("b", tokens[:shared] + prompt(20, seed=9))
-        consumer.run()
+        consumer.serve("b", tokens[:shared] + prompt(20, seed=9))
         assert consumer.loaded_tokens == shared // size * size
 
     def test_trap_nothing_is_said_of_a_save_that_did_not_happen(
@@ -255,15 +243,13 @@ class TestEvents:
     ) -> None:
         store.node_down = True
         engine = make(events=True)
-        engine.add("a", prompt(2 * BLOCK + 5))
-        engine.run()
+        engine.serve("a", prompt(2 * BLOCK + 5))
         assert [e for e in engine.events if e.medium == "CPU"] == []
         assert [e for e in engine.events if e.medium == "GPU"] != []
 
     def test_each_group_says_its_own(self, make: MakeEngine) -> None:
         engine = make(events=True, window=24)
-        engine.add("a", prompt(2 * BLOCK + 5), max_tokens=1)
-        engine.run()
+        engine.serve("a", prompt(2 * BLOCK + 5), max_tokens=1)
         ours = [e for e in engine.events if e.medium == "CPU"]
         assert sorted((e.group_idx, e.kv_cache_spec_sliding_window) for e in ours) == [
             (0, None),
@@ -275,15 +261,13 @@ class TestEvents:
     def test_trap_events_reach_the_publisher_under_multi_connector(self, make: MakeEngine) -> None:
         """vLLM's MultiConnector forwards no worker's events, but all worker metadata."""
         engine = make(events=True, transfer=multi())
-        engine.add("a", prompt(2 * BLOCK + 5), max_tokens=1)
-        engine.run()
+        engine.serve("a", prompt(2 * BLOCK + 5), max_tokens=1)
         ours = [e for e in engine.events if e.medium == "CPU"]
         assert [len(e.token_ids) for e in ours] == [BLOCK] * 2
 
     def test_nothing_is_said_when_vllm_publishes_nothing(self, make: MakeEngine) -> None:
         engine = make()
-        engine.add("a", prompt(2 * BLOCK + 5))
-        engine.run()
+        engine.serve("a", prompt(2 * BLOCK + 5))
         assert engine.events == []
 
     def test_a_request_that_has_other_tokens_by_then_is_left_out(self, make: MakeEngine) -> None:

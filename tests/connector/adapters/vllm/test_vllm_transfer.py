@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from differential import NAMES, Sum, differential, ids, maybe, outcome
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,7 +112,7 @@ def test_values_of_every_field_of_vllms_are_tried() -> None:
     assert {f.name for f in dataclasses.fields(KVTransferConfig)} <= set(VALUES)
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each("name", VALUES)
 def test_each_value_alone_is_taken_or_refused_as_by_vllm(name: str) -> None:
     for value in VALUES[name]:
         whole = {"kv_connector": "a", "kv_role": "kv_both", name: value}

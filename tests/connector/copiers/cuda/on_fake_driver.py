@@ -34,11 +34,11 @@ from connector.copiers.cuda.kernel_plan import (
 from connector.copiers.cuda.page_lock import LockedPool, address_of
 from connector.limits import DEVICE_PAGES_MAX, DEVICE_STAGING_BYTES
 from connector.worker import copy_guard
-from kvstore import DeviceRange
 from kvstore.cli.checks.base import ask_python
 from kvstore.cli.checks.software import _TRY_BATCHES, TRY_TIMEOUT_S
 from kvstore.cuda.batch import batch_copies
 from kvstore.cuda.bindings import open_device
+from kvstore.spi import DeviceRange
 
 
 class Tensor:

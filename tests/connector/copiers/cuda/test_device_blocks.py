@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_input import each
 from host_device import HostDevice
 from kv_cases import Case, Shape, Strided
 
@@ -43,9 +44,9 @@ def test_a_step_is_one_launch_as_long_as_staging_has_room() -> None:
     assert device.launches == 2
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("direction", ["gather", "scatter"])
-@pytest.mark.parametrize("number", [0, 1, 7, 11])
+@each("seed", range(5))
+@each("direction", ["gather", "scatter"])
+@each("number", [0, 1, 7, 11])
 def test_trap_when_a_call_fails_nothing_of_it_runs_any_more(
     seed: int, direction: str, number: int
 ) -> None:
@@ -138,9 +139,10 @@ def test_trap_each_wait_between_the_streams_is_needed(lane: str, stream: str) ->
 def test_trap_rows_of_the_table_are_not_used_again_before_they_were_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = copier._Turns._wait
-    monkeypatch.setattr(copier._Turns, "__exit__", lambda turns, *_: whole(turns))
-    monkeypatch.setattr(copier._Turns, "_wait", lambda turns: None)
+    kind = copier._Turns
+    whole = kind._wait
+    monkeypatch.setattr(kind, "__exit__", lambda turns, *_: whole(turns))
+    monkeypatch.setattr(kind, "_wait", lambda turns: None)
     assert not all(copied(seed, lambda device: None) for seed in range(20))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each_input import each
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_cases import Case, shapes
@@ -45,7 +46,7 @@ def layout(**changed: object) -> PagedLayout:
     return PagedLayout(layers, **{**OTHERS, **changed})
 
 
-@pytest.mark.parametrize("layers", [1, 3, 7, 8, 30, 61, 62, 80, 122, 200, 1000])
+@each("layers", [1, 3, 7, 8, 30, 61, 62, 80, 122, 200, 1000])
 def test_whole_payloads_fill_a_staging_buffer_but_for_an_eighth(layers: int) -> None:
     """What it costs the driver is the same for every buffer."""
     wide = {"heads": 1, "channel_bytes": 1152}
@@ -62,7 +63,7 @@ def payload(layout: PagedLayout, heads: int = 4) -> memoryview:
 
 
 class TestWords:
-    @pytest.mark.parametrize(
+    @each(
         ("multiples", "expected"),
         [((256, 4096), 16), ((256, 4104), 8), ((36, 4096), 4), ((256, 4098), 2), ((9, 16), 1)],
     )
@@ -123,7 +124,7 @@ class TestPieces:
         assert piece.host == HostPlace(1000 + 3 * head_bytes, 2 * head_bytes, 2, 8 * head_bytes)
         assert (piece.skip, piece.head, piece.heads) == (1, 2, 2)
 
-    @pytest.mark.parametrize(
+    @each(
         "item",
         [
             Gather([0, 1, 2, 3], memoryview(bytearray(100))),
@@ -159,7 +160,7 @@ class TestPieces:
         assert made.layer_runs(1, 2 * each) == [range(1, 2)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "strides", "in_pieces"),
     [
         ({}, (65536, 4096), True),

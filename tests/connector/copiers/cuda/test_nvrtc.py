@@ -83,7 +83,12 @@ def body_of(ptx: str, kernel: str) -> str:
     return ptx.partition(f".entry {kernel}(")[2].partition("\n}")[0]
 
 
-@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 120])
+def long(*between: Any) -> list[Any]:
+    """Inputs between the oldest and the newest device, for which a commit's run has no time."""
+    return [pytest.param(one, marks=pytest.mark.long) for one in between]
+
+
+@pytest.mark.parametrize("arch", [75, *long(80, 86, 89, 90, 100), 120])
 def test_no_kernel_spills_and_the_widest_one_moves_128_bits_at_once(nvrtc: Any, arch: int) -> None:
     ptx, log = compile_for(nvrtc, f"sm_{arch}")
     uses = {name: Use(*map(int, numbers)) for name, *numbers in FUNCTION.findall(log)}
@@ -124,7 +129,7 @@ def test_the_loop_over_words_divides_nothing_and_loads_no_stride_again(
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), *long((8, 0), (9, 0), (10, 0)), (12, 0)])
 def test_few_instructions_copy_four_words(tmp_path: Path, capability: tuple[int, int]) -> None:
     code = tmp_path / "kernel.cubin"
     code.write_bytes(compiled(capability))

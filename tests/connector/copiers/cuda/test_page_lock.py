@@ -13,7 +13,7 @@ from connector_parts import wait_for
 from connector.copiers.cuda import page_lock
 from connector.copiers.cuda.kernel_plan import HostPlace
 from connector.copiers.cuda.page_lock import LockedPool, address_of
-from kvstore import PoolMapping
+from kvstore.spi import PoolMapping
 
 PART = 64 << 10
 SIZE = 3 * PART

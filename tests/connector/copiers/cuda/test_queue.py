@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.long
 def test_copies_through_cuda_python_keep_the_contract(fake_driver: Any) -> None:
     fake_driver.run(Path(__file__).with_name("on_fake_driver.py"))
 

@@ -20,7 +20,7 @@ from connector.settings import ConnectorSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
 from connector.worker.vram import VramStore
 from connector.worker.worker import WorkerCore
-from kvstore import BlockSession, DeviceError, DeviceRange
+from kvstore.spi import BlockSession, DeviceError, DeviceRange
 from kvstore.testing.cuda import ModelCuda
 
 torch = pytest.importorskip("torch")

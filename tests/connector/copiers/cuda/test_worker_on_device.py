@@ -33,7 +33,7 @@ from connector.copiers.cuda.start import device_memory
 from connector.layout.topology import TpKVTopology
 from connector.settings import ConnectorSettings
 from connector.worker.layerwise_worker import LayerwiseWorker
-from kvstore import BlockSession, DeviceError
+from kvstore.spi import BlockSession, DeviceError
 from kvstore.testing.blockstore import MemoryBlockStore
 
 if TYPE_CHECKING:

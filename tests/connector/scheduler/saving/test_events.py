@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from connector_parts import BLOCK, ENGINE_BLOCK, FakeRequest, Side
@@ -12,6 +13,11 @@ from connector.limits import EVENTS_ANNOUNCED_MAX, EVENTS_MAX
 from connector.messages import BlockEvent, StepPlan, WorkerReport
 from kvstore import MissReason
 from kvstore.testing.blockstore import MemoryBlockStore
+
+
+def saving(side: Any) -> Any:
+    """Return what is remembered of saves that go on."""
+    return side.core._events._saving
 
 
 @pytest.fixture
@@ -82,7 +88,7 @@ def test_trap_workers_that_do_not_say_what_they_stored_have_stored_nothing(side:
 def test_nothing_is_remembered_when_nobody_wants_events(store: MemoryBlockStore) -> None:
     side = Side(store)
     plan = planned(side, prompt(side, 2))
-    assert not side.core._events._saving
+    assert not saving(side)
     end(side, plan, {0, 1})
     assert said(side) == []
     side.core.close()
@@ -158,7 +164,7 @@ def test_trap_what_was_computed_on_a_failed_load_is_not_said_to_be_stored_until_
     assert not side.step((request, 2 * BLOCK)).saves, "they wait for the load"
     side.core.report(WorkerReport(failed_blocks={0: 0}, ended_loads={0: 1}))
     assert said(side) == []
-    assert not side.core._events._saving, "of saves that were dropped nothing is remembered"
+    assert not saving(side), "of saves that were dropped nothing is remembered"
     request.num_computed_tokens = 0
     end(side, planned(side, request), {0, 1, 2})
     assert said(side) == [(True, 0), (True, 1), (True, 2)]
@@ -176,9 +182,9 @@ def test_of_saves_that_an_emptied_cache_drops_nothing_is_remembered(
     side.core.allocated(request, lambda: (side.tables["r"],), BLOCK)
     request.num_computed_tokens = BLOCK
     assert not side.step((request, 2 * BLOCK)).saves, "they wait for the load"
-    assert side.core._events._saving
+    assert saving(side)
     assert side.core._retainer._saving
     side.core.own_cache_emptied()
-    assert not side.core._events._saving
+    assert not saving(side)
     assert not side.core._retainer._saving
     side.core.close()

@@ -54,7 +54,7 @@ def test_negative_control_a_wrong_byte_in_the_store_changes_the_output(
 ) -> None:
     tokens = prompt(2 * BLOCK + 5)
     answer(make_gpu(role="kv_producer"), "a", tokens)
-    next(iter(store._slots.values())).payload[17] ^= 1
+    next(iter(store.slots())).payload[17] ^= 1
     consumer = make_gpu(role="kv_consumer")
     consumer.add("a", tokens)
     consumer.run()

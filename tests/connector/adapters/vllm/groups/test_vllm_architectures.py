@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_input import each
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1500)]
 TESTS = Path(__file__).parents[4]
@@ -73,7 +74,7 @@ def found() -> dict[str, dict[str, Any]]:
     return {answer["architecture"]: answer for answer in answers}
 
 
-@pytest.mark.parametrize("name", STORED)
+@each("name", STORED)
 def test_another_engine_loads_what_one_computed(
     found: dict[str, dict[str, Any]], name: str
 ) -> None:

@@ -27,6 +27,7 @@ from vllm_configurations import (
     layer_kinds,
     memory_of,
 )
+from vllm_model_checks import groups_of
 from vllm_model_config import vllm_config
 
 from connector import build
@@ -95,11 +96,10 @@ def started(base: Any, draw: dict[str, Any]) -> str:
             if isinstance(worker._worker, Bystander):
                 aside += 1
                 continue
-            groups = worker._shape.layout(worker._config).groups
-            names = [group.namespaces for group in groups]
-            assert names == [
-                group.namespaces for group in scheduler._shape.layout(scheduler._config).groups
-            ], "both sides name blocks alike"
+            names, theirs = (
+                [group.namespaces for group in groups_of(side)] for side in (worker, scheduler)
+            )
+            assert names == theirs, "both sides name blocks alike"
         return "a worker stands aside" if aside else "started"
     finally:
         for one in made:

@@ -72,8 +72,7 @@ def test_trap_adapters_and_salts_stay_apart_across_block_sizes(
     loaded = {}
     for name, more in cases.items():
         before = consumer.loaded_tokens
-        consumer.add(name, tokens, **more)
-        consumer.run()
+        consumer.serve(name, tokens, **more)
         loaded[name] = consumer.loaded_tokens - before
         lora = more.get("lora_request")
         context = lora.lora_name.encode() if lora is not None else b""
@@ -168,12 +167,10 @@ class TestSlidingWindow:
     ) -> None:
         tokens = prompt(2 * BLOCK + 5)
         producer = make(window=WINDOW)
-        producer.add("a", tokens)
-        producer.run()
+        producer.serve("a", tokens)
         spoil_last_block(producer, store, group=1)
         consumer = make(window=WINDOW)
-        consumer.add("a", tokens)
-        consumer.run()
+        consumer.serve("a", tokens)
         assert consumer.loaded_tokens == 2 * BLOCK
         assert consumer.outputs["a"] != expected_output(tokens, 4, window=WINDOW)
 
@@ -197,8 +194,7 @@ class TestSlidingWindow:
     ) -> None:
         tokens = prompt(4 * BLOCK + 5)
         producer = make(window=WINDOW)
-        producer.add("a", tokens)
-        producer.run()
+        producer.serve("a", tokens)
         evict_unnoticed(store)
         consumer = make(window=WINDOW)
         check_answers([consumer], tokens, steps_max=200, window=WINDOW)

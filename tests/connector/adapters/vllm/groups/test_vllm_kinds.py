@@ -74,13 +74,12 @@ def kinds_of_vllm() -> Iterator[type]:
             yield kind
 
 
-@pytest.mark.parametrize(("of_vllm", "ours"), [(0, None), (None, None), (64, 64)])
-def test_windows_are_saved_as_far_apart_as_vllm_keeps_them(
-    config: Any, of_vllm: int | None, ours: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of_vllm", [0, None, 64])
+def test_how_far_apart_vllm_keeps_windows_is_in_the_shape(
+    config: Any, of_vllm: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0 is vLLM's default, which says nothing about a store that others share."""
     monkeypatch.setattr(config.cache_config, "prefix_cache_retention_interval", of_vllm)
-    assert shape_of(config).window_interval_tokens == ours
+    assert shape_of(config).window_interval_tokens == of_vllm
 
 
 class TestEnumerated:
@@ -166,15 +165,13 @@ class TestLeftOut:
         """One group is stored, but block ids of the engine's two are not told apart."""
         tokens = prompt(4 * BLOCK + 5)
         producer = make(ring=True)
-        producer.add("a", tokens)
-        producer.run()
+        producer.serve("a", tokens)
         evict_unnoticed(store)
         check_answers([make(ring=True)], tokens, steps_max=200)
 
     def test_events_name_the_engines_own_groups(self, make: MakeEngine) -> None:
         engine = make(window=WINDOW, ring=True, events=True)
-        engine.add("a", prompt(2 * BLOCK + 5))
-        engine.run()
+        engine.serve("a", prompt(2 * BLOCK + 5))
         ours = [one for one in engine.events if getattr(one, "medium", None) == "CPU"]
         assert {one.group_idx for one in ours} == {0, 2}
 
@@ -227,12 +224,10 @@ class TestChunks:
     ) -> None:
         tokens = prompt(2 * BLOCK + 5)
         producer = make(chunk=CHUNK)
-        producer.add("a", tokens)
-        producer.run()
+        producer.serve("a", tokens)
         spoil_last_block(producer, store, group=1)
         consumer = make(chunk=CHUNK)
-        consumer.add("a", tokens)
-        consumer.run()
+        consumer.serve("a", tokens)
         assert consumer.loaded_tokens == 2 * BLOCK
         assert consumer.outputs["a"] != expected_output(tokens, 4, chunk=CHUNK)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from each_input import each
 from host_device import HostDevice
 
 from connector.copiers.base import Gather, Scatter
@@ -130,7 +131,7 @@ COVERED = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=COVERED.get(name, ())) for name in SPECS]
 )
-@pytest.mark.parametrize("order", ["heads", "tokens"])
+@each("order", ["heads", "tokens"])
 def test_every_layout_is_copied_byte_for_byte(
     name: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

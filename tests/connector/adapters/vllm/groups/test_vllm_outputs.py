@@ -97,8 +97,7 @@ def loads(make: MakeEngine, token_by_token: None) -> Any:
 
     tokens = prompt(3 * BLOCK + 5)
     producer, consumer = make(), make()
-    producer.add("a", tokens)
-    producer.run()
+    producer.serve("a", tokens)
 
     def offered(sampling: Any = None, pooling: Any = None) -> int:
         request = Request(

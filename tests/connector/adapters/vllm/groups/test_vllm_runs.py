@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_input import each
 from vllm_model_config import vllm_config
 
 from connector.layout.geometry import LayerRun
@@ -172,9 +173,9 @@ def with_draft(config: Any, heads: int, draft_heads: int, method: str = "draft_m
     return config
 
 
-@pytest.mark.parametrize("tp_size", TP_SIZES)
-@pytest.mark.parametrize("first", ["target", "draft"])
-@pytest.mark.parametrize(("heads", "draft_heads"), [(8, 2), (4, 8), (8, 3), (2, 2)])
+@each("tp_size", TP_SIZES)
+@each("first", ["target", "draft"])
+@each(("heads", "draft_heads"), [(8, 2), (4, 8), (8, 3), (2, 2)])
 @pytest.mark.covers("draft models with heads of their own", "model")
 def test_a_draft_with_heads_of_its_own_is_stored_whichever_layer_comes_first(
     base: Any,
@@ -199,10 +200,10 @@ def test_a_draft_with_heads_of_its_own_is_stored_whichever_layer_comes_first(
     assert all(one.pieces(split) for one in reads for split in range(len(sizes)))
 
 
-@pytest.mark.parametrize("tp_size", TP_SIZES)
-@pytest.mark.parametrize("turn", [1, -1])
-@pytest.mark.parametrize("count", [1, 3, 4])
-@pytest.mark.parametrize("gpus", [True, False])
+@each("tp_size", TP_SIZES)
+@each("turn", [1, -1])
+@each("count", [1, 3, 4])
+@each("gpus", [True, False])
 @pytest.mark.covers("hidden states (extract_hidden_states)", "model")
 def test_hidden_states_are_stored_whichever_layer_comes_first(
     base: Any, monkeypatch: pytest.MonkeyPatch, tp_size: int, turn: int, count: int, gpus: bool

@@ -42,7 +42,7 @@ def layout_of(engine: ModelEngine) -> Any:
 
 def state_slots(engine: ModelEngine, store: MemoryBlockStore) -> list[Any]:
     namespace = layout_of(engine).groups[1].namespaces[0]
-    return [slot for slot in store._slots.values() if slot.namespace_id == namespace.id]
+    return [slot for slot in store.slots() if slot.namespace_id == namespace.id]
 
 
 def loads(engine: ModelEngine, group: int) -> list[LoadBlock]:
@@ -60,8 +60,7 @@ def ids(blocks: Iterable[LoadBlock | SaveBlock]) -> list[int]:
 
 
 def run(engine: ModelEngine, tokens: list[int], name: str = "a", count: int = 4) -> None:
-    engine.add(name, tokens, max_tokens=count)
-    engine.run()
+    engine.serve(name, tokens, max_tokens=count)
     assert engine.outputs[name] == expected_output(tokens, count, recurrent=True)
 
 
@@ -87,8 +86,7 @@ class TestSharing:
         assert {len(slot.payload) for slot in slots} == {2 * STATE_BYTES}
         for slot in slots:
             slot.payload[-1] ^= 1
-        consumer.add("a", tokens)
-        consumer.run()
+        consumer.serve("a", tokens)
         assert consumer.loaded_tokens == 2 * BLOCK
         assert consumer.outputs["a"] != expected_output(tokens, 4, recurrent=True)
 
@@ -151,8 +149,7 @@ class TestWhatIsSaved:
         self, make: MakeEngine, most: int
     ) -> None:
         engine = make(max_batched_tokens=BLOCK)
-        engine.add("a", prompt(6 * BLOCK + 5), params={"max_save_tokens": most})
-        engine.run()
+        engine.serve("a", prompt(6 * BLOCK + 5), params={"max_save_tokens": most})
         assert [len(saves(engine, group)) for group in (0, 1)] == [most // BLOCK] * 2
 
     def test_trap_no_state_is_saved_while_it_still_changes(
@@ -226,7 +223,7 @@ def check_states(store: MemoryBlockStore, layout: Any, tokens: list[int]) -> int
     """Compare all stored states of a request's prefixes with what they must be; how many."""
     hashes = extend([], tokens, BLOCK, lambda *_: None)
     keys = layout.groups[1].namespaces[0].engine_keys(hashes)
-    there = {slot.key: slot for slot in store._slots.values()}
+    there = {slot.key: slot for slot in store.slots()}
     truth = digests(tokens, 1)
     for i, key in enumerate(keys):
         if key in there:

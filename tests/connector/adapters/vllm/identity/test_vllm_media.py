@@ -72,8 +72,7 @@ def test_with_other_settings_a_name_counts_however_it_reads(
 def test_text_is_shared_by_such_engines_as_by_others(make: MakeEngine) -> None:
     first, second = picture_engine(make, **COUNTED), picture_engine(make, **TOLD[0])
     for engine in (first, second):
-        engine.add("text", TOKENS)
-        engine.run()
+        engine.serve("text", TOKENS)
         assert engine.outputs["text"] == expected_output(TOKENS, 4)
     assert second.loaded_tokens == 2 * BLOCK
 
@@ -155,6 +154,5 @@ def test_names_that_users_give_are_for_one_salt_where_the_operator_says_so(
     assert run(engine(), "b", DOG, "mine", cache_salt="tenant-b") == 0
     assert run(engine(), "again", CAT, "mine", cache_salt="tenant-a") == 2 * BLOCK
     text = engine()
-    text.add("text", TOKENS)
-    text.run()
+    text.serve("text", TOKENS)
     assert len(store.sealed()) == 3 * 2, "text needs no salt"

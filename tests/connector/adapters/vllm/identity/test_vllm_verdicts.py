@@ -187,8 +187,7 @@ def test_batch_invariant_engines_share_with_engines_like_them_alone(
     tokens = prompt(2 * BLOCK + 5)
 
     def loaded(engine: Any) -> int:
-        engine.add("r", tokens)
-        engine.run()
+        engine.serve("r", tokens)
         assert engine.outputs["r"] == expected_output(tokens, 4)
         return int(engine.loaded_tokens)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_core import core_of
 from vllm_model_config import BLOCK, vllm_config
 from vllm_model_engine import MakeEngine, ModelEngine, expected_output, prompt
 
@@ -37,49 +38,19 @@ UPDATES: dict[str, Callable[[Any], object]] = {
 """Each kind of update by itself, none of them named for other engines."""
 
 
-@pytest.fixture
-def core_class() -> Any:
-    from vllm.v1.engine.core import EngineCore
-
-    engine_hooks.watch_engine_core()
-    return EngineCore
-
-
-def core_of(core_class: Any, engine: ModelEngine) -> Any:
-    """vLLM's engine core around a model engine, without its processes."""
-    core = object.__new__(core_class)
-    core.scheduler = engine.scheduler
-    core.model_executor = SimpleNamespace(
-        collective_rpc=lambda method, *args, **kwargs: [],
-        reset_mm_cache=lambda: None,
-        reset_encoder_cache=lambda: None,
-        sleep=lambda level: None,
-        wake_up=lambda tags: None,
-        is_sleeping=False,
-    )
-    core.mm_receiver_cache = None
-    core._weight_version = "default"
-    # 0.33 tells other connectors' peers of memory that comes back.
-    core._set_kv_connector_handshake_metadata = lambda: None
-    return core
-
-
 def run(core: Any, engine: ModelEngine, name: str) -> int:
     """Tokens loaded for a request with the same tokens as all others, the engine's cache empty."""
     core._reset_caches()
     before = engine.loaded_tokens
-    engine.add(name, TOKENS)
-    engine.run()
+    engine.serve(name, TOKENS)
     assert engine.outputs[name] == expected_output(TOKENS, 4)
     return engine.loaded_tokens - before
 
 
 @pytest.mark.parametrize("kind", UPDATES)
-def test_after_each_of_two_updates_nothing_older_is_loaded(
-    make: MakeEngine, core_class: Any, kind: str
-) -> None:
+def test_after_each_of_two_updates_nothing_older_is_loaded(make: MakeEngine, kind: str) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(core, engine, "before")
     for turn in range(2):
         UPDATES[kind](core)
@@ -87,20 +58,18 @@ def test_after_each_of_two_updates_nothing_older_is_loaded(
         assert run(core, engine, f"own {turn}") == 2 * BLOCK, "what it saved with these it finds"
 
 
-def test_updates_of_all_kinds_in_turn_share_nothing(make: MakeEngine, core_class: Any) -> None:
+def test_updates_of_all_kinds_in_turn_share_nothing(make: MakeEngine) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     for name, update in (UPDATES | {f"{name} again": one for name, one in UPDATES.items()}).items():
         update(core)
         assert run(core, engine, name) == 0, name
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_sleep_that_keeps_the_weights_keeps_their_name(
-    make: MakeEngine, core_class: Any, level: int
-) -> None:
+def test_sleep_that_keeps_the_weights_keeps_their_name(make: MakeEngine, level: int) -> None:
     engine = make()
-    core = core_of(core_class, engine)
+    core = core_of(engine)
     run(core, engine, "before")
     for turn in range(2):
         core.sleep(level)
@@ -109,10 +78,10 @@ def test_sleep_that_keeps_the_weights_keeps_their_name(
 
 
 def test_an_unnamed_update_of_a_named_run_is_nobody_elses_and_a_version_is(
-    make: MakeEngine, core_class: Any
+    make: MakeEngine,
 ) -> None:
     engines = [make(weights_id="run-17"), make(weights_id="run-17")]
-    cores = [core_of(core_class, engine) for engine in engines]
+    cores = [core_of(engine) for engine in engines]
     for core in cores:
         core.collective_rpc("update_weights")
     assert [run(*both, "a") for both in zip(cores, engines, strict=True)] == [0, 0]

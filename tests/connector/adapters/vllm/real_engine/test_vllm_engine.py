@@ -144,6 +144,7 @@ def produce(producer: EngineProcess, store: Store, wanted: list[list[int]]) -> l
     return results
 
 
+@pytest.mark.smoke
 @pytest.mark.covers("full attention", "engine")
 def test_two_processes_share_kv_and_answer_alike(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
@@ -156,6 +157,7 @@ def test_two_processes_share_kv_and_answer_alike(
     assert [result.cached_tokens for result in loaded] == [T] * 4
 
 
+@pytest.mark.long
 def test_trap_negative_control_garbage_kv_fails_the_comparison(
     start: Start, alone: EngineProcess, producer: EngineProcess, store: Store
 ) -> None:
@@ -173,6 +175,7 @@ def test_trap_negative_control_garbage_kv_fails_the_comparison(
     assert tokens_of(results) != tokens_of(alone.generate(wanted))
 
 
+@pytest.mark.smoke
 @pytest.mark.covers("chunked prefill", "engine")
 def test_chunked_prefill_and_long_prompts(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
@@ -250,6 +253,7 @@ def written_pages(memory: Path) -> int:
     return sum(any(raw[start : start + 4096]) for start in range(0, len(raw), 4096))
 
 
+@pytest.mark.smoke
 def test_aborts_while_loading_leave_the_engine_right(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
 ) -> None:
@@ -276,6 +280,7 @@ def test_trap_preemption_with_a_store_gives_what_no_store_gives(
     assert sum(result.cached_tokens for result in again) >= 4 * T
 
 
+@pytest.mark.smoke
 def test_trap_records_that_point_nowhere_are_computed_and_the_request_ends(
     alone: EngineProcess, producer: EngineProcess, start: Start, store: Store
 ) -> None:
@@ -424,6 +429,7 @@ def test_a_model_with_sliding_windows_shares_kv(
     assert tokens_of(loaded) == tokens_of(computed)
 
 
+@pytest.mark.smoke
 def test_a_stopped_redis_costs_nothing_here_a_dead_node_a_recompute(
     alone: EngineProcess, producer: EngineProcess, consumer: EngineProcess, store: Store
 ) -> None:

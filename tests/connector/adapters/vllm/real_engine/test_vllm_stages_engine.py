@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from engines import EngineProcess, EngineSettings, build_model, kv_transfer
 from redis_servers import wait_until
-from stores import MIB, NodeProcess
+from stores import MIB, NodeProcess, node_stats
 
 from kvstore import Client
 
@@ -75,7 +75,7 @@ def test_two_stages_load_what_two_others_saved_and_answer_as_one_stage_does(
         transfer = kv_transfer(load_timeout_s=60.0, block_tokens=BLOCK, **node.engine_settings)
 
         def saved() -> int:
-            return int(client.stats()["node"]["blocks"])
+            return int(node_stats(client)["blocks"])
 
         with start("writer", 2, transfer) as writer:
             computed = [writer.generate([prompt])[0] for prompt in PROMPTS]

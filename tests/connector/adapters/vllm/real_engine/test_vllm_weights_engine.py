@@ -18,7 +18,7 @@ from engines import EngineProcess, EngineSettings, ModelShape, build_model, kv_t
 from redis_servers import RedisServer
 
 from kvstore import Limits
-from kvstore.client.local.nodes import ALIVE_CHECK_S
+from kvstore.client.nodes.directory import HERE_BELIEVED_S
 from kvstore.index.open import open_guarded
 from kvstore.node.daemon import Node, NodeConfig
 
@@ -143,7 +143,7 @@ def test_an_engine_that_sleeps_changes_its_weights_and_resets(
         assert one.call("reset", connector=False)
         here.node = Node(here.node.config, here.opened.index).start()
         # What the former start held is right while it is mapped, and not what this is about.
-        time.sleep(2 * ALIVE_CHECK_S)
+        time.sleep(2 * HERE_BELIEVED_S)
 
         # Other weights in place: nothing older, from the store or from the engine.
         before = one.generate(wanted, max_tokens=4)

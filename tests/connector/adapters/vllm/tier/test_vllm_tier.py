@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -18,6 +18,8 @@ from stores import NodeProcess
 from kvstore import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from redis_servers import RedisServer
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +29,8 @@ CHUNKS = 16
 PATIENCE_S = 20.0
 
 
-def config(settings: dict[str, Any], **changes: Any) -> Any:
+def config(settings: dict[str, Any], behind: Sequence[Any] = (), **changes: Any) -> Any:
+    """`behind` are further tiers, which are asked after ours."""
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
         OffloadingConfig,
@@ -46,7 +49,10 @@ def config(settings: dict[str, Any], **changes: Any) -> Any:
         "groups": (OffloadingGroupConfig(16, ("layer",), 0),),
         "worker_kv_bytes_per_block": CHUNK_BYTES,
         "enable_kv_cache_events": False,
-        "extra_config": {"cpu_bytes_to_use": CHUNKS * CHUNK_BYTES, "secondary_tiers": [tier]},
+        "extra_config": {
+            "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
+            "secondary_tiers": [tier, *behind],
+        },
         "engine_id": uuid4().hex,
         "model": OffloadingModelConfig("m", "bfloat16"),
         "cache": OffloadingCacheConfig(16, 1),
@@ -63,7 +69,7 @@ class Engine:
 
         spec = TieringOffloadingSpec(config({**node.engine_settings, **settings}, **changes))
         self.manager: Any = spec.get_manager()
-        (self.tier,) = self.manager.secondary_tiers
+        self.tier = self.manager.secondary_tiers[0]
         self.memory = self.manager.primary_tier.get_kv_memoryview().cast("B")
 
     def request(self) -> Any:
@@ -182,6 +188,24 @@ def test_what_a_full_host_memory_dropped_comes_back_from_the_store(make: Make) -
     assert engine.find(first[:4]) == payloads[:4]
 
 
+def test_what_either_of_the_store_and_vllms_own_tier_of_files_has_lost_comes_from_the_other(
+    make: Make, tmp_path: Path
+) -> None:
+    behind = [{"type": "fs", "root_dir": str(tmp_path)}]
+    producer, consumer = make(behind=behind), make(behind=behind)
+    keys, payloads = chunks(5)
+    producer.offload(keys, payloads)
+    dropped = producer.tier._store.writer.drop(producer.tier._keys([*keys[:2], keys[4]]))
+    assert dropped == [True, True, True]
+    files = list(tmp_path.rglob("*.bin"))
+    assert len(files) == len(keys)
+    for path in files:
+        if any(key[:32].hex() in path.name for key in keys[2:]):
+            path.unlink()
+    assert len(list(tmp_path.rglob("*.bin"))) == 2
+    assert consumer.find(keys) == [*payloads[:4], None]
+
+
 @pytest.mark.parametrize(
     ("settings", "changes"),
     [
@@ -225,14 +249,14 @@ def test_a_chunk_that_is_gone_when_it_is_loaded_is_a_miss_and_not_asked_for_ever
     producer, consumer = make(), make()
     keys, payloads = chunks(3)
     producer.offload(keys, payloads)
-    views = consumer.tier._store.views
-    loads = []
+    store = consumer.tier._store
+    views, loads = store.views, []
 
     def one_is_gone(found: Any, *rest: Any) -> Any:
         loads.append(len(found))
         return (view if i != 1 else None for i, view in enumerate(views(found, *rest)))
 
-    monkeypatch.setattr(consumer.tier._store, "views", one_is_gone)
+    monkeypatch.setattr(store, "views", one_is_gone)
     assert consumer.find(keys) == [payloads[0], None, payloads[2]]
     assert loads == [3]
 
