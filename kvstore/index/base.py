@@ -38,8 +38,9 @@ def patient(timeout_s: float = PATIENT_TIMEOUT_S) -> Giving[float]:
 
 
 def allowed_s(timeout_s: float) -> float:
-    """Return what a call may take now whose own deadline is `timeout_s`."""
-    return max([timeout_s, *_patience.in_force()]) if _patience.entries else timeout_s
+    """Return what a call may take now whose own deadline is `timeout_s`. The innermost block
+    counts."""
+    return max([timeout_s, *_patience.in_force()[-1:]]) if _patience.entries else timeout_s
 
 
 @runtime_checkable

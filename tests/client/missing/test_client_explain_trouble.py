@@ -123,7 +123,7 @@ def test_a_record_that_leads_to_another_block_or_nowhere(node):
         redis_key = KeySpace(node.key_prefix).redis_key(key)
         node.redis.admin().set(redis_key, record)
         assert why(client.explain(TOKENS)).reason is MissReason.LOAD_FAILED
-        node.redis.admin().set(redis_key, record[:-1] + b"?")
+        node.redis.admin().set(redis_key, record[:-1] + bytes([record[-1] ^ 1]))
         missing = why(client.explain(TOKENS))
         assert missing.reason is MissReason.INDEX_ERROR
         assert "damaged" in missing.detail
