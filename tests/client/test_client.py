@@ -308,7 +308,7 @@ def test_reads_keep_a_block_from_being_evicted(node, client):
         for i in range(400):
             client.put(f"cold{i}", bytes(MIB))
             assert reader.get("hot") is not None, f"evicted after {i} puts"
-            reader.session.writer._touched_at = 0.0  # do not wait for the next time
+            reader.session.writer._touch_at = 0.0  # do not wait for the next time
 
 
 def test_stats_count_what_happened(client):

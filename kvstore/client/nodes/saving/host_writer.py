@@ -104,9 +104,8 @@ class HostWriter:
         self._start_at = 0.0
         self._homes = Homes(nodes)
         self._touched = Touched(), Touched()
-        """What was read, and what was saved."""
-        """Used since nodes were told."""
-        self._touched_at = 0.0
+        """What was read, and what was saved, since nodes were told."""
+        self._touch_at = 0.0
 
     # --- which nodes there are ----------------------------------------------------
 
@@ -485,9 +484,9 @@ class HostWriter:
         now and then (design: the load path), or `at_once`."""
         read_or_saved = self._touched
         read_or_saved[saved].add(keys)
-        if now < self._touched_at + TOUCH_EVERY_S and not at_once:
+        if now < self._touch_at and not at_once:
             return
-        self._touched_at, self._touched = now, (Touched(), Touched())
+        self._touch_at, self._touched = now + TOUCH_EVERY_S, (Touched(), Touched())
         read, by_save = (touched.runs() for touched in read_or_saved)
         with suppress(NodeUnavailableError):
             for writer in self.writers():

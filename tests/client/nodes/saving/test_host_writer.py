@@ -154,7 +154,7 @@ def test_touches_pins_and_deletions_reach_the_node_that_has_the_block(
         for number in range(120):
             assert there.put(f"filler{number}", os.urandom(MIB // 2))
             assert reader.get("kept") == b"k" * 5000, f"evicted after {number} puts"
-            reader.session.writer._touched_at = 0.0  # do not wait for the next time
+            reader.session.writer._touch_at = 0.0  # do not wait for the next time
         assert stats_of(pair[1])["evicted"] > 40
         assert bytes(pinned.buffer) == b"p" * 5000
         assert stats_of(pair[1])["pinned"] == 1
