@@ -116,6 +116,10 @@ def on_disks(stats: Mapping[str, float] | None) -> str:
         text += (
             f", {stats['disk_blocks']} blocks, {human_bytes(stats['disk_written_bytes'])} written"
         )
+        skipped = {name.removeprefix("disk_skipped_"): count for name, count in stats.items()
+                   if name.startswith("disk_skipped_") and count}  # fmt: skip
+        if skipped:
+            text += ", evicted unwritten: " + ", ".join(f"{n} {why}" for why, n in skipped.items())
     if stats.get("disk_adopting"):
         text += ", not all of it known yet after the start"
     return f"{text}; {DISK_CLOSED % stats['disk_closed']}" if stats.get("disk_closed") else text

@@ -174,6 +174,15 @@ def test_a_disk_that_was_closed_for_good_is_left_out_and_everybody_says_so(
     assert "docs/disk.md" in row["do"]
 
 
+def test_stat_says_what_was_evicted_unwritten_and_why(place: Place, disk: Path) -> None:
+    place.node(*on(disk))
+    with Client(run_dir=place.run_dir) as client:
+        assert all(client.put_many({f"{i}": bytes(8 << 10) for i in range(3000)}))
+    skipped = stats(place)["disk_skipped_small"]
+    assert skipped
+    assert f", evicted unwritten: {skipped} small\n" in place.here("stat").stdout.decode()
+
+
 def test_the_operators_file_says_where_disks_are_and_an_option_wins(
     place: Place, disk: Path, tmp_path: Path
 ) -> None:
