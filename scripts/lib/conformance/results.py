@@ -95,9 +95,13 @@ def plain(detail: str) -> str:
 
 def with_table(page: str, results: Results) -> str:
     """Return the page with the table of these results in the place of the one that it had."""
-    before, _, rest = page.partition(BEGIN)
-    made = f"\n\n{table(results)}\n" if results else "\n"
-    return before + BEGIN + made + END + rest.partition(END)[2]
+    return between(page, BEGIN, END, table(results) if results else "")
+
+
+def between(page: str, begin: str, end: str, made: str) -> str:
+    """Return the page with this between two lines of it."""
+    before, _, rest = page.partition(begin)
+    return before + begin + (f"\n\n{made}\n" if made else "\n") + end + rest.partition(end)[2]
 
 
 def table(results: Results) -> str:
