@@ -1,10 +1,12 @@
 """Puts into, and gets from, the disk backend of a store, each by the lowest interface that it has
-for others: `python disk_backends.py NAME DIR`, with the Python of an environment that has it.
+for others: `python disk_backends.py NAME`, with the Python of an environment that has it.
 
-A program of its own, which imports nothing of this project: a line of JSON on standard input is
-`["put" | "get", VERSION, KEYS]`, a line on standard output the answer for each key: of a put
-whether it was taken, of a get the digest of the bytes, null for a miss, or `{"error": ...}`. At the
-end of the input it closes the backend and ends.
+A program of its own, which imports nothing of this project. It imports the store and forks a
+process with a backend of its own for each line `[DIR, SOCKET, LOG, HOST]` of JSON on standard
+input; its number is the answer. That process is asked over the socket: a line is
+`["put" | "get", VERSION, KEYS]`, another one back what is said for each key: of a put whether it
+was taken, of a get the digest of the bytes, null for a miss, or `{"error": ...}`. At the end it
+closes the backend and ends.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib
 import json
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -32,6 +37,7 @@ WAIT_S, OFFLOAD_WAIT_S = 30.0, 10.0
 UNREAD = b"\xee"
 """What the memory is full of before a get: a backend that fills nothing gives that."""
 HOST = "127.0.0.1"
+CLONE_NEWUTS = 0x04000000
 MIB = 1 << 20
 
 
@@ -171,7 +177,6 @@ class LMCache:
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
-        self._kept: list[mmap.mmap] = []
 
     @classmethod
     def fs(cls, folder: Path) -> LMCache:
@@ -327,15 +332,32 @@ def _answers(port: int) -> bool | None:
     return True
 
 
-BACKENDS: dict[str, tuple[Callable[[Path], Backend], str]] = {
-    "folder": (Folder, ""),
-    "unchecked": (Unchecked, ""),
-    "vllm-fs": (VllmFs, "vllm"),
-    "lmcache-fs": (LMCache.fs, "lmcache"),
-    "lmcache-raw-block": (LMCache.raw_block, "lmcache"),
-    "mooncake-bucket": (Mooncake, "mooncake-transfer-engine-non-cuda"),
+class Refuses(Folder):
+    def __init__(self, folder: Path) -> None:
+        raise OSError("no")
+
+
+class Dies(Folder):
+    def put(self, keys: Sequence[int], version: int) -> list[bool]:
+        os._exit(1)
+
+
+class Hangs(Folder):
+    def get(self, key: int) -> bytes | None:
+        time.sleep(3600)
+        return None
+
+
+CONTROLS = {"folder": Folder, "unchecked": Unchecked}
+CONTROLS |= {"refuses": Refuses, "dies": Dies, "hangs": Hangs}
+BACKENDS: dict[str, tuple[Callable[[Path], Backend], str, str]] = {
+    **{name: (control, "", "json") for name, control in CONTROLS.items()},
+    "vllm-fs": (VllmFs, "vllm", "vllm.v1.kv_offload.tiering.fs.manager"),
+    "lmcache-fs": (LMCache.fs, "lmcache", "lmcache.v1.distributed.storage_manager"),
+    "lmcache-raw-block": (LMCache.raw_block, "lmcache", "lmcache.v1.distributed.storage_manager"),
+    "mooncake-bucket": (Mooncake, "mooncake-transfer-engine-non-cuda", "json"),
 }
-"""And the package of each."""
+"""How each is made, its package, and what is imported before it is forked."""
 
 
 def _said(backend: Backend, what: str, version: int, keys: Sequence[int]) -> list[Any]:
@@ -354,19 +376,47 @@ def _said(backend: Backend, what: str, version: int, keys: Sequence[int]) -> lis
     return said
 
 
+def work(name: str, folder: str, at: str, log: str, host: str) -> None:
+    """Be the process of one backend."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if host and not ctypes.CDLL(None).unshare(CLONE_NEWUTS):
+        socket.sethostname(host)
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(at)
+        lines = channel.makefile("rw")
+        make, package, _ = BACKENDS[name]
+        backend = make(Path(folder))
+        about = f"{package} {version_of(package)}" if package else name
+        print(json.dumps(about), file=lines, flush=True)
+        for line in lines:
+            what, version, keys = json.loads(line)
+            print(json.dumps(_said(backend, what, version, keys)), file=lines, flush=True)
+        backend.close()
+
+
 def main() -> None:
-    name, folder = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a peer prints is no answer
-    make, package = BACKENDS[name]
-    backend = make(Path(folder))
-    about = f"{package} {version_of(package)}" if package else name
-    print(json.dumps(about), file=answers, flush=True)
+    name = sys.argv[1]
+    importlib.import_module(BACKENDS[name][2])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        what, version, keys = json.loads(line)
-        print(json.dumps(_said(backend, what, version, keys)), file=answers, flush=True)
-    backend.close()
+        if pid := os.fork():
+            os.write(ANSWERS, b"%d\n" % pid)
+            continue
+        status = 1
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            work(name, *json.loads(line))
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
 
 
 if __name__ == "__main__":
+    ANSWERS = os.dup(1)
+    os.dup2(2, 1)  # what a peer prints is no answer
     main()

@@ -17,11 +17,14 @@ import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from json import dumps, loads
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,9 +80,9 @@ class StoppedError(Exception):
 
 def judge(asked: Sequence[tuple[int, Answer]], versions: dict[int, int]) -> Verdict:
     """Judge answers by the version of each key that was put last. What is not the bytes of its key
-    is wrong, whatever else is among the answers; then errors, then misses are told."""
+    is wrong, whatever else is among the answers; then what hangs, errors and misses are told."""
     kinds = [_kind(answer, key, versions) for key, answer in asked]
-    for kind in (WRONG, ERROR, MISS):
+    for kind in (WRONG, HANGS, ERROR, MISS):
         if kind in kinds:
             errors = [one["error"] for _, one in asked if isinstance(one, dict)]
             return Verdict(kind, kinds.count(kind), len(kinds), errors[0] if errors else "")
@@ -90,7 +93,7 @@ def _kind(answer: Answer, key: int, versions: dict[int, int]) -> str:
     if answer is None:
         return MISS
     if isinstance(answer, dict):
-        return ERROR
+        return HANGS if "TimeoutError" in answer["error"] else ERROR
     right = key in versions and answer == digest(value(key, versions[key]))
     return RIGHT if right else WRONG
 
@@ -106,21 +109,39 @@ class Peer(NamedTuple):
     """The same of its release before."""
 
 
+@cache
+def template(backend: str, python: str, path: str) -> subprocess.Popen[str]:
+    """Start what has imported a backend, and forks a process for each line; it ends with this
+    one."""
+    more = {"PYTHONPATH": path, "LD_LIBRARY_PATH": libraries(Path(python).parents[1])}
+    return subprocess.Popen(
+        [python, str(PROGRAM), backend],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **QUIET, **more},
+    )
+
+
 class Running:
     """A process with a backend on a folder."""
 
-    def __init__(self, peer: Peer, folder: Path, log: Path, before: Sequence[str] = ()) -> None:
-        more = {"PYTHONPATH": peer.path, "LD_LIBRARY_PATH": libraries(Path(peer.python).parents[1])}
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [*before, peer.python, str(PROGRAM), peer.backend, str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, **QUIET, **more},
-                start_new_session=True,
+    def __init__(self, peer: Peer, folder: Path, work: Path, host: str = "") -> None:
+        self._log = work / "log"
+        number = sum(1 for _ in work.glob("socket*"))
+        at = work / f"socket{number}"
+        parent = template(peer.backend, peer.python, peer.path)
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        with socket.create_server(str(at), family=socket.AF_UNIX) as listener:
+            listener.settimeout(START_TIMEOUT_S)
+            print(
+                dumps([str(folder), str(at), str(self._log), host]), file=parent.stdin, flush=True
             )
-        self._log = log
+            self._pid = int(parent.stdout.readline())
+            self._channel = listener.accept()[0]
+        self._lines = self._channel.makefile("rw")
         try:
             self.version = self._answer(START_TIMEOUT_S)
             if self.version is None:
@@ -129,17 +150,15 @@ class Running:
             self.kill()
             raise
 
-    def put(self, keys: Sequence[int], version: int = 1) -> list[bool]:
-        return [one is True for one in self._ask("put", version, keys)]
+    def put(self, keys: Sequence[int], version: int = 1) -> list[Any]:
+        return self._ask("put", version, keys)
 
     def get(self, keys: Sequence[int]) -> list[tuple[int, Answer]]:
         return list(zip(keys, self._ask("get", 0, keys), strict=True))
 
     def _ask(self, what: str, version: int, keys: Sequence[int]) -> list[Any]:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{dumps([what, version, [*keys]])}\n".encode())
-            self._process.stdin.flush()
+            print(dumps([what, version, [*keys]]), file=self._lines, flush=True)
         said: list[Any] | None = self._answer(ANSWER_TIMEOUT_S)
         if said is None:
             raise StoppedError(DIES, self._last_words())
@@ -147,35 +166,43 @@ class Running:
 
     def _answer(self, timeout_s: float) -> Any:
         """Return the next line, None where the process has ended. Raises `StoppedError`."""
-        out = self._process.stdout
-        assert out is not None
-        if not select.select([out], [], [], timeout_s)[0]:
+        if not select.select([self._channel], [], [], timeout_s)[0]:
             raise StoppedError(HANGS, f"no answer in {timeout_s:.0f} s")
-        line = out.readline()
+        try:
+            line = self._lines.readline()
+        except ConnectionResetError:
+            return None
         return loads(line) if line else None
 
     def _last_words(self) -> str:
-        self._process.wait(ANSWER_TIMEOUT_S)
+        self._await(ANSWER_TIMEOUT_S)
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return f"exit status {self._process.returncode}: {lines[-1] if lines else ''}"[:200]
+        return lines[-1][:200] if lines else ""
+
+    def _await(self, timeout_s: float) -> None:
+        """Wait for the end of the process, no longer than that. Its parent reaps it."""
+        give_up_at = time.monotonic() + timeout_s
+        while Path(f"/proc/{self._pid}").exists() and time.monotonic() < give_up_at:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Have it end by itself: what it writes at its end is written."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ANSWER_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+        self._await(ANSWER_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self._pid, signal.SIGKILL)
+        self._await(ANSWER_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self._lines.close()
+        self._channel.close()
 
 
 class Place(NamedTuple):
-    """Where the bytes of a key lie, and what of the file before them is no other key's bytes."""
+    """Where the bytes of a key lie, and where what is before them in the file begins."""
 
     path: Path
     header: int
@@ -200,9 +227,9 @@ class Trial:
 
     @contextlib.contextmanager
     def running(
-        self, at: Path | None = None, peer: Peer | None = None, before: Sequence[str] = ()
+        self, at: Path | None = None, peer: Peer | None = None, host: str = ""
     ) -> Iterator[Running]:
-        one = Running(peer or self.peer, at or self.at, self.work / "log", before)
+        one = Running(peer or self.peer, at or self.at, self.work, host)
         self.version = one.version
         try:
             yield one
@@ -212,7 +239,10 @@ class Trial:
 
     def put(self, one: Running, keys: Sequence[int], version: int = 1) -> None:
         self.versions |= dict.fromkeys(keys, version)
-        self.refused_puts += one.put(keys, version).count(False)
+        taken = one.put(keys, version)
+        if any(isinstance(said, dict) and "TimeoutError" in said["error"] for said in taken):
+            raise StoppedError(HANGS, "a put is never answered")
+        self.refused_puts += len(keys) - taken.count(True)
 
     def get(self, one: Running, keys: Sequence[int]) -> None:
         self.asked += one.get(keys)
@@ -437,8 +467,7 @@ def other_host(trial: Trial) -> None:
     trial.fill()
     copy = trial.work / "copy"
     shutil.copytree(trial.at, copy)
-    name = ["unshare", "--uts", "sh", "-c", 'hostname other && exec "$@"', "sh"]
-    trial.read(at=copy, before=name)
+    trial.read(at=copy, host="other")
 
 
 def older_release(trial: Trial) -> None:
