@@ -7,13 +7,12 @@ took out, or left when it died, show only when they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
-from kvstore.record import unpack_record
-from kvstore.types import Key
+from kvstore.types import Key, Location
 
 
 class Scrub:
@@ -47,29 +46,20 @@ class Scrub:
             if not start:
                 return
 
-    def owners(self, keys: Sequence[Key], records: Sequence[bytes | None]) -> set[int]:
-        """Return the other nodes that the index names for these blocks."""
-        locations = (
-            unpack_record(key, record)
-            for key, record in zip(keys, records, strict=True)
-            if record is not None
-        )
-        return {at.node_id for at in locations if at is not None} - {self._core.node_id}
-
     def found(
         self,
         keys: Sequence[Key],
         records: Sequence[bytes | None],
-        epochs: Mapping[int, int | None],
+        elsewhere: Sequence[Location | None],
     ) -> int:
         """Take what the index said. Return how many blocks must be published again; that is now
         pending.
 
-        `epochs` says which start of each of `owners` is announced, None where there is
-        none. A record of another node that lives is right too: both have the block.
+        `elsewhere` says where another node that lives has it, by its record. That is right too, but
+        for one that has it on a disk, where this node has it in memory.
         """
         lost = 0
-        for key, record in zip(keys, records, strict=True):
+        for key, record, other in zip(keys, records, elsewhere, strict=True):
             slot, copy = self._core.blocks.by_key.get(key), None
             if slot is None and self._core.disk is not None:
                 copy = self._core.disk.there(key)
@@ -81,8 +71,7 @@ class Scrub:
                 continue
             if record == expected:
                 continue
-            location = unpack_record(key, record) if record is not None else None
-            if location is not None and epochs.get(location.node_id) == location.epoch:
+            if other is not None and not (slot is not None and other.segment):
                 continue
             if copy is not None:
                 self._core.blocks.publish_copy(copy)

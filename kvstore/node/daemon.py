@@ -285,7 +285,9 @@ class Node:
         """Make what serves the segment."""
         config = self.config
         assert self._loop is not None
-        self.publisher = Publisher(self.core, self.index, self._loop, machine=self.machine)
+        self.publisher = Publisher(
+            self.core, self.index, self._loop, machine=self.machine, signer=self._signer
+        )
         self.dir.ready_path.unlink(missing_ok=True)
         start = (self.core.node_id, self.core.epoch)
         self.readiness = Readiness(self.index, self.dir, start, self._try_slot)
@@ -438,7 +440,7 @@ class Node:
         return not self.takes_saves or slot_works(self.core, self.segment, key, self._now())
 
     def _scrubber(self, heartbeat: Heartbeat) -> Scrubber:
-        return Scrubber(self.core, self.index, self.publisher, heartbeat.beat, self._signer)
+        return Scrubber(self.core, self.index, self.publisher, heartbeat.beat)
 
     def _free_bytes(self) -> int:
         return self.core.blocks.allocator.free_bytes

@@ -111,7 +111,8 @@ def _hits(
             ttl_s = HINT_S if hints[number] else 0
             core.handle(Retain(CLIENT, REQUEST, asked, ttl_s, prompt[0]), now)
         # The index hears of all of it at once.
-        outbox.published(outbox.take_publications(outbox.publications_pending))
+        while work := outbox.take_publications(outbox.publications_pending):
+            outbox.published(work)
         outbox.removed(outbox.take_removals(outbox.removals_pending))
     return hits, read
 

@@ -51,6 +51,11 @@ class Outbox:
         return len(self._unpublished)
 
     @property
+    def only_copies(self) -> bool:
+        """Return whether nothing waits but records of blocks on disks."""
+        return not (self._unpublished or self._unknown)
+
+    @property
     def removals_pending(self) -> int:
         return len(self._removals)
 
@@ -115,13 +120,13 @@ class Outbox:
 
     def take_publications(self, at_most: int) -> list[KeyedRecord]:
         """Return what to publish next, oldest first; it stays pending until `published` confirms
-        it."""
+        it. Records of blocks on disks come alone, when nothing else waits."""
         work: list[KeyedRecord] = []
         pending = chain(self._unpublished.items(), self._unknown.items())
         for key, slot in islice(pending, at_most):
             slot.published = True
             work.append((key, slot.record))
-        for key, (record, _) in islice(self._copies.items(), at_most - len(work)):
+        for key, (record, _) in islice(self._copies.items(), 0 if work else at_most):
             work.append((key, record))
         return work
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvstore.core.events import Reply
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.base import Index, KeyedRecord
+from kvstore.index.announced import announced_node
+from kvstore.index.base import Index, KeyedRecord, Record
 from kvstore.machine import REAL, Machine
 from kvstore.node.control.liveness import Speaker
 from kvstore.node.control.turns import AT_ONCE_ITEMS, TURN_ITEMS
+from kvstore.record import RecordSigner, unpack_record
+from kvstore.types import Key, Location
 
 log = logging.getLogger("kvstore.node")
 
@@ -31,6 +34,8 @@ REMOVE_DELAY_S = 0.05
 """Delay of removals, so that several travel together. They are only hygiene: a stale record is a
 miss."""
 INDEX_RETRY_S = 0.2
+NODES_BELIEVED_S = 1.0
+"""Time for which other nodes are believed to be there once they were asked for."""
 STOP_TIMEOUT_S = 5.0
 """Time to remove all records of a node that ends; the rest becomes stale, which is a miss."""
 
@@ -45,11 +50,17 @@ class Publisher:
         loop: asyncio.AbstractEventLoop,
         *,
         machine: Machine = REAL,
+        signer: RecordSigner | None = None,
     ) -> None:
+        """With `signer`, other nodes count only where it signed what they say."""
         self._core = core
         self._index = index
         self._loop = loop
         self._now = machine.monotonic
+        self._signer = signer
+        self._epochs: dict[int, int | None] = {}
+        """Of other nodes the start that is announced, believed until `_believed_until`."""
+        self._believed_until = float("-inf")
         self.away = False
         """Whether the last publication failed: then no answer waits for the next one."""
         self.error: IndexUnavailableError | None = None
@@ -102,6 +113,8 @@ class Publisher:
         work = outbox.take_publications(PUBLISH_BATCH)
         again_s = 0.0
         try:
+            if outbox.only_copies:
+                work = self._not_nearer(work)
             lost = self._index.publish(work)
             if lost:
                 away = set(lost)
@@ -123,6 +136,35 @@ class Publisher:
             self._loop.call_later(again_s, self._flush)
         else:
             self._flush_due = False
+
+    def _not_nearer(self, copies: Sequence[KeyedRecord]) -> list[KeyedRecord]:
+        """Return those records of blocks on disks whose place no other node's record has; the
+        others need not be told. One that comes between is found by its node's scrub. Raises
+        `IndexUnavailableError`."""
+        keys = [key for key, _ in copies]
+        others = self.elsewhere(keys, self._index.lookup(keys))
+        pairs = list(zip(copies, others, strict=True))
+        self._core.blocks.outbox.published([copy for copy, other in pairs if other is not None])
+        return [copy for copy, other in pairs if other is None]
+
+    def elsewhere(
+        self, keys: Sequence[Key], records: Sequence[Record | None]
+    ) -> list[Location | None]:
+        """Return where another node that lives has each of `keys`, by its record in the index.
+        Raises `IndexUnavailableError`."""
+        if self._now() >= self._believed_until:
+            self._epochs.clear()
+            self._believed_until = self._now() + NODES_BELIEVED_S
+        return [self._elsewhere(*one) for one in zip(keys, records, strict=True)]
+
+    def _elsewhere(self, key: Key, record: Record | None) -> Location | None:
+        at = None if record is None else unpack_record(key, record)
+        if at is None or at.node_id == self._core.node_id:
+            return None
+        if at.node_id not in self._epochs:
+            word = announced_node(self._index, at.node_id, self._signer)
+            self._epochs[at.node_id] = None if word is None else word.epoch
+        return at if self._epochs[at.node_id] == at.epoch else None
 
     def _release(self) -> None:
         """Send what was held. To encode what became of 4,096 blocks takes a millisecond, and many

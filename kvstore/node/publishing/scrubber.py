@@ -10,11 +10,9 @@ from collections.abc import Callable
 from kvstore.core.node import NodeCore
 from kvstore.core.scrub import Scrub
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.announced import announced_node
 from kvstore.index.base import Index
 from kvstore.limits import SCRUB_KEYS_MAX
 from kvstore.node.publishing.publisher import Publisher
-from kvstore.record import RecordSigner
 
 log = logging.getLogger("kvstore.node")
 
@@ -30,15 +28,12 @@ class Scrubber:
         index: Index,
         publisher: Publisher,
         beat: Callable[[], None],
-        signer: RecordSigner | None = None,
     ) -> None:
-        """`beat` asks the index at once whether its incarnation is the same; with `signer`, other
-        nodes count only when it signed what they announce."""
+        """`beat` asks the index at once whether its incarnation is the same."""
         self._scrub = Scrub(core)
         self._index = index
         self._publisher = publisher
         self._beat = beat
-        self._signer = signer
 
     async def run(self) -> None:
         while True:
@@ -51,17 +46,12 @@ class Scrubber:
             return
         try:
             records = self._index.lookup(keys)
-            owners = self._scrub.owners(keys, records)
-            epochs = {owner: self._epoch_of(owner) for owner in owners}
+            elsewhere = self._publisher.elsewhere(keys, records)
         except IndexUnavailableError:
             return
-        lost = self._scrub.found(keys, records, epochs)
+        lost = self._scrub.found(keys, records, elsewhere)
         if lost:
             log.info("the index had lost %d blocks of %d: publishing them", lost, len(keys))
             self._publisher.schedule()
         if lost == len(keys):
             self._beat()  # very likely all is gone: do not wait for the next heartbeat
-
-    def _epoch_of(self, node_id: int) -> int | None:
-        announcement = announced_node(self._index, node_id, self._signer)
-        return announcement.epoch if announcement is not None else None

@@ -116,7 +116,7 @@ def test_the_scrub_finds_records_of_disks_that_were_lost(node):
     scrub = Scrub(node.core)
     for _ in range(100):
         if keys := scrub.next(5):
-            scrub.found(keys, [node.records.get(key) for key in keys], {})
+            scrub.found(keys, [node.records.get(key) for key in keys], [None] * len(keys))
         node.publish()
     assert node.core.blocks.counts["repaired"] == 2
     assert node.holds_true() == on_disk

@@ -131,9 +131,11 @@ def test_copies_go_last_and_beyond_the_limit_a_round_over_all_is_due(monkeypatch
     assert outbox.rounds_due == 1
     outbox.publish(sealed(b"memory"))
     outbox.publish_again(sealed(b"again", OTHER))
-    taken = [record for _, record in outbox.take_publications(10)]
-    assert taken == [b"memory", b"again", b"1", b"2"]
-    assert [record for _, record in outbox.take_publications(3)] == taken[:3]
+    for only_copies, records in (False, [b"memory", b"again"]), (True, [b"1", b"2"]):
+        assert outbox.only_copies == only_copies
+        taken = outbox.take_publications(10)
+        assert [record for _, record in taken] == records
+        outbox.published(taken)
 
 
 def test_copies_whose_part_of_the_index_is_away_go_behind_the_others():

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from disk_index import DictIndex
+from stores import announcement
 
 from kvstore.core.disk.tier import DiskTier
 from kvstore.core.events import Commit, DiskAdopted, DiskFound, Drop, Reply, Reserve
@@ -14,7 +15,9 @@ from kvstore.keys import Namespace
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.node.publishing import publisher as module
 from kvstore.node.publishing.publisher import Publisher
-from kvstore.types import STORED, DiskBlock, DiskPlace
+from kvstore.node.publishing.scrubber import Scrubber
+from kvstore.record import disk_location, pack_record
+from kvstore.types import STORED, DiskBlock, DiskPlace, Location
 
 KEYS = Namespace.named("test").block_keys(range(6), 1)
 SIZE = 4096
@@ -212,3 +215,72 @@ def test_blocks_on_disks_are_told_in_batches_behind_others_once_the_index_takes_
     assert core.blocks.outbox.rounds_due == 0
     publisher.withdraw_all()
     assert not any(index.lookup([*KEYS, *(block.key for block in blocks)]))
+
+
+BLOCK = DiskBlock(KEYS[0], DiskPlace(0, 3, 1), SIZE, 0, 0, 1, 3)
+ON_DISK = pack_record(KEYS[0], disk_location(5, 9, BLOCK))
+
+
+def of(node_id, epoch, segment=0):
+    return pack_record(KEYS[0], Location(node_id, epoch, segment, 2, 3, 1, SIZE, 1))
+
+
+def with_disk(core):
+    """Have the core find one block on its disk, of which the index is yet to hear."""
+    core.use_disks(DiskTier(DictIndex(), [0]))
+    core.handle(DiskFound(2, 1, 0, b"d" * 16, [0], 1000, 1000, [1], 2), 0.0)
+    core.handle(DiskAdopted(2, 1, 0, [BLOCK], last=True), 0.0)
+
+
+@pytest.mark.parametrize("stays", [of(6, 1), of(6, 1, segment=2)], ids=["memory", "disk"])
+def test_a_record_of_another_node_that_lives_stays_until_its_copy_is_gone(loop, parts, stays):
+    core, index, publisher = parts
+    index.announce(6, announcement(node_id=6, epoch=1).pack(), 60.0)
+    index.publish([(KEYS[0], stays)])
+    with_disk(core)
+    publisher.schedule()
+    outbox = core.blocks.outbox
+    turn(loop, lambda: not outbox.rounds_due and not outbox.publications_pending)
+    assert index.lookup(KEYS[:1]) == [stays]
+    index.remove([(KEYS[0], stays)])
+    Scrubber(core, index, publisher, lambda: None).step()
+    turn(loop, lambda: index.lookup(KEYS[:1]) == [ON_DISK])
+
+
+@pytest.mark.parametrize(
+    "goes",
+    [of(6, 2), of(7, 1), of(5, 9), of(5, 8, segment=1), b"damaged"],
+    ids=["a former start", "not announced", "its own memory", "its former start", "damaged"],
+)
+def test_what_nobody_has_in_memory_gives_its_place_to_a_disk(loop, parts, goes):
+    core, index, publisher = parts
+    index.announce(6, announcement(node_id=6, epoch=1).pack(), 60.0)
+    index.publish([(KEYS[0], goes)])
+    with_disk(core)
+    publisher.schedule()
+    turn(loop, lambda: index.lookup(KEYS[:1]) == [ON_DISK])
+
+
+def test_while_nobody_can_be_looked_up_blocks_in_memory_are_told_and_those_on_disks_wait(
+    loop, parts, monkeypatch
+):
+    core, index, publisher = parts
+    real, asked = index.lookup, []
+
+    def lookup(keys):
+        asked.append(keys)
+        if len(asked) < 4:
+            raise IndexUnavailableError("it reads nothing")
+        return real(keys)
+
+    monkeypatch.setattr(index, "lookup", lookup)
+    with_disk(core)
+    publisher.schedule()
+    turn(loop, lambda: asked)
+    heard = Heard()
+    put(core, KEYS[1:])
+    publisher.answer(heard, Reply(1, 1, [STORED], True))
+    publisher.schedule()
+    turn(loop, lambda: heard.answers and None not in real(KEYS[1:]))
+    assert real(KEYS[:1]) == [None]
+    turn(loop, lambda: real(KEYS[:1]) == [ON_DISK])
