@@ -16,6 +16,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast
@@ -74,7 +75,7 @@ node's loop."""
 DIGESTED_BYTES = 512 << 10
 """Bytes whose checksum is made at a time: nothing else of the process runs meanwhile."""
 FAILURES_MAX = 3
-"""Writes that fail one after the other, until the device is left alone."""
+"""Regions that cannot be written, or read, one after the other, until the device is left alone."""
 
 
 class DiskWriter:
@@ -100,7 +101,8 @@ class DiskWriter:
         self._ending = False
         self._pages, self._copied = aligned(SPILL_BYTES), 0
         """Memory for what is copied, and how much of it is taken."""
-        self._failures = dict.fromkeys(devices, 0)
+        self._failed: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
+        """By device and call: the regions in which it failed since it succeeded last."""
         self._looked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="kvstore-disks", daemon=True)
 
@@ -239,10 +241,12 @@ class DiskWriter:
         """Return a block's bytes; None where they are not right."""
         room = self._room(block.length)
         try:
-            return room[: block.length] if device.read_into(block, room) else None
+            is_right = device.read_into(block, room)
         except OSError as e:
-            self._fails(device.number, e)
+            self._fails(device.number, e, "read", device.geometry.region_of(block.place.page))
             return None
+        self._failed[device.number, "read"].clear()
+        return room[: block.length] if is_right else None
 
     def _write_to(
         self, number: int, found: Sequence[tuple[DiskBlock, memoryview] | None]
@@ -256,12 +260,13 @@ class DiskWriter:
         if device is None:
             return None
         place = ready[0][0].place
+        region = device.geometry.region_of(place.page)
         try:
-            written = iter(device.write(device.geometry.region_of(place.page), place.lap, ready))
+            written = iter(device.write(region, place.lap, ready))
         except OSError as e:
-            self._fails(number, e)
+            self._fails(number, e, "write", region)
             return None
-        self._failures[number] = 0
+        self._failed[number, "write"].clear()
         return [None if one is None else next(written) for one in found]
 
     def _begin(self, begin: Begin) -> None:
@@ -282,7 +287,7 @@ class DiskWriter:
             written = self._write_to(begin.device, found)
         except OSError as e:
             self._session.tell(Begun(0, 0, begin, done=False))
-            self._fails(begin.device, e)
+            self._fails(begin.device, e, "write", begin.region)
         finally:
             if again:
                 each = written or [None] * len(again)
@@ -295,15 +300,24 @@ class DiskWriter:
             state = RegionState(begin.region, begin.former_lap)
             yield from in_batches(device.blocks(state), TOLD_KEYS)
 
-    def _fails(self, number: int, error: Exception, *, for_good: bool = False) -> None:
+    def _fails(
+        self,
+        number: int,
+        error: Exception,
+        call: str = "",
+        region: int = 0,
+        *,
+        for_good: bool = False,
+    ) -> None:
         device = self._devices.get(number)
         if device is None:
             return
-        self._failures[number] += 1
+        failed = self._failed[number, call]
+        failed.add(region)
         trouble = device.trouble()
         text = "node %s: %s failed: %s"
         self._say.warning(text, self._node, device.file.name, trouble or error)
-        if for_good or trouble or self._failures[number] >= FAILURES_MAX:
+        if for_good or trouble or len(failed) >= FAILURES_MAX:
             log.error(
                 "node %s: %s is left alone until the next start: %s",
                 self._node,

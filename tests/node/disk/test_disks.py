@@ -212,6 +212,43 @@ def test_a_disk_that_cannot_be_written_costs_misses_and_nothing_else(tmp_path, f
         assert found(node) == set()
 
 
+@pytest.mark.parametrize(
+    ("how", "devices"), [("in one part", 1), ("with good ones between", 1), ("in a row", 0)]
+)
+def test_a_disk_is_left_alone_for_reads_that_fail_in_three_parts_in_a_row(
+    tmp_path, files, how, devices
+):
+    """Nothing is written between: a disk has bad places, and may be read for a long time."""
+    with DiskNode(config(tmp_path, disk_write="through")) as node:
+        for i in range(0, 96, 8):
+            node.save(*KEYS[i : i + 8])
+            wait_until(lambda: node.stats()["disk_blocks"] == i + 8, "they are written", 10)  # noqa: B023
+        device, memory = node.node._disks.devices[0], node.node.core.blocks.by_key
+        there = [node.on_disk(key) for key in KEYS[:96] if key not in memory]
+        parts: dict[int, list] = {}
+        for block in there:
+            parts.setdefault(device.geometry.region_of(block.place.page), []).append(block)
+        first, *others = parts.values()
+        bad = first[:3] if how == "in one part" else [first[0], *(part[0] for part in others[:2])]
+        good = [block for block in there if block not in bad]
+        for block in bad:
+            if how == "with good ones between":
+                promote(node, good.pop(), "disk_promoted")
+            files[0].fail = {"read"}
+            promote(node, block, "disk_damaged")
+            files[0].fail = set()
+        promote(node, good.pop(), "disk_promoted" if devices else "disk_closed")
+        assert node.stats()["disk_devices"] == devices
+
+
+def promote(node, block, until):
+    """Have a block read back, until that is counted."""
+    before = node.stats()[until]
+    node.touch(block.key, block.key)
+    is_told = until == "disk_closed" and before
+    wait_until(lambda: is_told or node.stats()[until] > before, until, 10)
+
+
 def test_one_region_that_cannot_be_begun_is_passed_over(tmp_path, files):
     with DiskNode(config(tmp_path)) as node:
         real, bad = files[0]._file.write, []
