@@ -469,13 +469,16 @@ class Client(arguments.Uncopied):
         session = self.session
         now = session.machine.monotonic()
         give_up_at = now + session.limits.request_timeout_s
+        reached = session.reach((now + give_up_at) / 2)
         others = {
             one.name: str(one.fault or "")
-            for one in session.reach((now + give_up_at) / 2)
+            for one in reached
             if not (one.here and SHM in session.transports) and one.fault is one.unreadable
         }
+        disks = {one.announcement.name: str(one.disks) for one in reached if one.disks}
         with until(give_up_at):
-            return replace(session.health(), others=others)
+            health = session.health()
+        return replace(health, others=others, disks=disks | dict(health.disks))
 
     def stats(self) -> dict[str, dict[str, int | float]]:
         """Counters of this client ("client") and of this host's node ("node", empty when gone).

@@ -51,6 +51,8 @@ class MissReason(enum.StrEnum):
     """Its node does not take this client's connections, for lack of room say."""
     UNREADABLE_UNMAPPED = "unreadable-unmapped"
     """Its node is on this host, and its memory cannot be opened by this process."""
+    UNREADABLE_DISK = "unreadable-disk"
+    """It is on a disk that this process cannot read, and its node serves no stream to it."""
     UNREADABLE_NO_CHECKSUM = "unreadable-no-checksum"
     """It was saved without a checksum, and this client reads nothing without."""
     DEADLINE = "deadline"

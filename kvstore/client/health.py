@@ -34,8 +34,8 @@ class Health:
     fault while one of them, or a node of this host, can be."""
 
     disks: Mapping[str, str] = field(default_factory=dict)
-    """By name, for nodes of this host of which a disk does not work: how many. That is no fault:
-    it costs misses."""
+    """By name, for nodes of this host of which a disk does not work: how many; or why this process
+    cannot read one. That is no fault: it costs misses."""
 
     def __bool__(self) -> bool:
         alone = not self.nodes and len(self.others) > 0 and all(self.others.values())

@@ -20,6 +20,8 @@ REMEDIES = {
     MissReason.UNREADABLE_REFUSED: "see the node's log: it may have all connections that it takes",
     MissReason.UNREADABLE_UNMAPPED: "the node is well: give both the same /dev/shm (`--ipc host`), "
     "and this process the right to open it and room for its size (`ulimit -v`)",
+    MissReason.UNREADABLE_DISK: "mount its directory under the same path, readable, for this "
+    "process, or start the node with --listen: its stream then reads it for others",
     MissReason.OUT_OF_REACH: "see whether it lives, and can be reached at its address from here",
 }
 
@@ -40,4 +42,7 @@ def _finding(one: Reach) -> Finding:
         return Finding(level, f"node {one.name}: {why}", REMEDIES[why.reason])
     if one.unreadable is not None:
         return Finding(Level.INFO, f"node {one.name} serves its own host alone")
+    if one.disks is not None:
+        text = f"node {one.name}, its memory can be read, {one.disks}"
+        return Finding(Level.WARN, text, REMEDIES[one.disks.reason])
     return Finding(Level.OK, f"node {one.name} can be read from here")

@@ -40,6 +40,16 @@ class OwnDisks:
         here = self._nodes.segment(at.node_id, at.epoch, now)
         return None if here is None or here.disks is None else here
 
+    def streams(self, node: Attached, at: Location) -> bool:
+        """Return whether a block is on a disk that this process cannot open, though its node
+        can."""
+        device = at.segment - 1
+        return (
+            node.disks is not None
+            and not node.disks.reads(device)
+            and bool(node.disks.unopened(device))
+        )
+
     def there(self, node: Attached, blocks: Sequence[tuple[Key, Location]]) -> list[bool]:
         """Return whether each of `blocks` is where and as long as its location says."""
         assert node.disks is not None

@@ -29,9 +29,6 @@ NO_CHECKSUM = Unreadable(
     "it was saved without a checksum, and this client reads only what has one; "
     'saving it with verify="always" replaces it',
 )
-NO_DISKS = Unreadable(
-    MissReason.UNREADABLE_UNMAPPED, "its node's disks cannot be read by this process"
-)
 LATE = Unreadable(MissReason.OUT_OF_REACH, "it did not answer in time")
 
 
@@ -42,6 +39,8 @@ class Reach(NamedTuple):
     here: bool
     """It is this user's, and lives in this client's run directory."""
     unreadable: Unreadable | None
+    disks: Unreadable | None = None
+    """Why what it has on a disk cannot be read, where its memory can."""
 
     @property
     def name(self) -> str:
@@ -82,8 +81,10 @@ class Readability:
         if here is not None:
             if not segment:
                 return ReadSource(here, self.verifies)
-            reads = here.disks is not None and here.disks.reads(segment - 1)
-            return ReadSource(here, True) if reads and length <= VALUE_BYTES_MAX else None
+            if here.disks is not None and here.disks.reads(segment - 1):
+                return ReadSource(here, True) if length <= VALUE_BYTES_MAX else None
+            if here.disks is not None and not here.disks.unopened(segment - 1):
+                return None
         word = self.remote.node(node_id, epoch, now)
         # A reader makes room for all of a block before it asks its node, and records can lie.
         if word is None or length > min(word.size_bytes, VALUE_BYTES_MAX):
@@ -115,13 +116,34 @@ class Readability:
         """Return why that start of that node, or its disks, cannot be read. Asks nobody."""
         known = self.nodes.entry(node_id, epoch)
         if segment and known.attached is not None:
-            disks = known.attached.disks
-            return NO_DISKS._replace(detail=disks.why_not) if disks and disks.why_not else NO_DISKS
+            return self._no_disk(known.attached, segment - 1)
         if known.unmapped is not None and (
             known.unmapped.reason is not MissReason.OTHER_USER or not known.indexed
         ):
             return known.unmapped
         return self.remote.why_not(node_id, epoch)
+
+    def _no_disk(self, here: Attached, device: int) -> Unreadable:
+        disks = here.disks
+        why = "it is not mapped, or not allowed" if disks is None else disks.unopened(device)
+        if why:
+            word = here.announcement
+            stream = self.remote.why_not(word.node_id, word.epoch).detail
+            why = f"its disk cannot be opened by this process ({why}), nor read by stream: {stream}"
+        elif disks is not None:
+            why = disks.locked or "its disk failed or hung lately, or its node has closed it"
+        return Unreadable(MissReason.UNREADABLE_DISK, why)
+
+    def _disks(self, word: Announcement) -> Unreadable | None:
+        """Return why a disk of a node of this host cannot be read now; None where all can, or
+        nothing is known of it. Asks nobody."""
+        start = word.node_id, word.epoch
+        here, now = self.nodes.entry(*start).attached, self.nodes.machine.monotonic()
+        if here is None:
+            return None
+        segments = [1 + int(number) for number in here.announcement.disks]
+        whys = (self.why_not(*start, at) for at in segments if not self.find(*start, now, 0, at))
+        return next(whys, None)
 
     def tried(self, words: Collection[Announcement], deadline: float) -> list[Unreadable | None]:
         """Return why each of these nodes cannot be read now; None for what can. Those that are not
@@ -175,4 +197,7 @@ class Readability:
             words = {word.node_id: word for _, word in self.nodes.all()} | near
         ordered = sorted(words.values(), key=lambda word: (word.host, word.name))
         tried = zip(ordered, self.tried(ordered, deadline), strict=True)
-        return [Reach(word, word.node_id in here, why) for word, why in tried]
+        return [
+            Reach(word, word.node_id in here, why, self._disks(word) if why is None else None)
+            for word, why in tried
+        ]

@@ -22,7 +22,7 @@ from kvstore.batches import in_batches
 from kvstore.circuit_breaker import BreakerState
 from kvstore.client.explanation import MissReason, Unreadable
 from kvstore.client.nodes.directory import NodeDirectory
-from kvstore.client.nodes.known import KnownNode, NodeState
+from kvstore.client.nodes.known import Attached, KnownNode, NodeState
 from kvstore.client.nodes.shares import by_node, connections_per_read, in_shares
 from kvstore.client.nodes.unreadable import why_not_by
 from kvstore.errors import NodeUnavailableError, PeerError
@@ -427,13 +427,42 @@ class RemoteNodes:
         if self.vram is not None and (here := self.in_vram(*at[:2], now)) is not None:
             return self.vram.read(here, wanted, min(now + self.timeout_s(size_bytes), deadline))
         if at.segment and self._disks and (holder := self._disks.holder(at, now)) is not None:
-            give_up_at = min(now + self.timeout_s(size_bytes), deadline)
-            outcomes = self._disks.read(holder, wanted, give_up_at)
-            self._count(DISK, outcomes, wanted)
-            return outcomes
+            return self._read_disks(self._disks, holder, wanted, deadline)
+        return self._read_there(wanted, deadline, at_once)
+
+    def _read_disks(
+        self, disks: OwnDisks, holder: Attached, wanted: Sequence[Wanted], deadline: float
+    ) -> Sequence[Outcome]:
+        """Return one outcome per block on disks of a node of this host. What is on a disk that this
+        process cannot open comes by the node's stream, if it has one."""
+        now, at = time.monotonic(), wanted[0].location
+        streamed = [i for i, one in enumerate(wanted) if disks.streams(holder, one.location)]
+        own = sorted({*range(len(wanted))} - {*streamed})
+        outcomes = [Outcome(Read.FAILED, "its disk cannot be opened by this process")] * len(wanted)
+        if own:
+            batch = [wanted[i] for i in own]
+            size_bytes = sum([one.location.length for one in batch])
+            read = disks.read(holder, batch, min(now + self.timeout_s(size_bytes), deadline))
+            self._count(DISK, read, batch)
+            for i, outcome in zip(own, read, strict=True):
+                outcomes[i] = outcome
+                if outcome.read is Read.FAILED and disks.streams(holder, wanted[i].location):
+                    streamed.append(i)
+        if streamed and self.node(at.node_id, at.epoch, now) is not None:
+            came = self._read_there([wanted[i] for i in streamed], deadline)
+            for i, outcome in zip(streamed, came, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _read_there(
+        self, wanted: Sequence[Wanted], deadline: float, at_once: int = 1
+    ) -> Sequence[Outcome]:
+        """Do what `_read_node` does, with a node whose blocks come over a network."""
         if len(wanted) > 1 and len(batches := list(_batches(wanted))) > 1:
-            parts = [self._read_node(batch, deadline, at_once) for batch in batches]
+            parts = [self._read_there(batch, deadline, at_once) for batch in batches]
             return [outcome for part in parts for outcome in part]
+        now, at = time.monotonic(), wanted[0].location
+        size_bytes = sum([one.location.length for one in wanted])
         announcement = self.node(at.node_id, at.epoch, now)
         known = self.directory.get(at.node_id)
         # Those that read beside this one have as much of the link.

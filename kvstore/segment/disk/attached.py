@@ -48,6 +48,8 @@ class DiskFile:
         self._owner = owner
         self.left_alone_until = float("-inf")
         """In seconds of `time.monotonic`: it could not be read, and is not tried before."""
+        self.why_not = ""
+        """Why it could not be opened when that was last tried."""
         self._opening = threading.Lock()
         self._fd = -1
         self._geometry = Geometry(0, 0, 0)
@@ -87,25 +89,34 @@ class DiskFile:
         with self._opening:
             if self._fd >= 0:
                 return
-            fd = os.open(self.path, _FLAGS)
             try:
-                status = os.fstat(fd)
-                if status.st_uid != self._owner or not stat.S_ISREG(status.st_mode):
-                    raise OSError(errno.EPERM, NO_FILE.format(self._owner), self.path)
-                pages = mmap.mmap(-1, DISK_PAGE)
-                for copy in range(SUPERBLOCK_COPIES):
-                    os.preadv(fd, [pages], copy * DISK_PAGE)
-                    found = unpack_superblock(pages)
-                    if found is not None and found.uuid.hex() == self._uuid:
-                        break
-                else:
-                    raise OSError(errno.ESTALE, ANOTHER.format(self._uuid), self.path)
-            except BaseException:
-                os.close(fd)
+                fd = self._opened()
+            except OSError as e:
+                self.why_not = str(e)
                 raise
-            self._geometry = Geometry(found.region_bytes, found.log_bytes, 0)
+            self.why_not = ""
             self._fd = fd
             weakref.finalize(self, _close, fd).atexit = False
+
+    def _opened(self) -> int:
+        fd = os.open(self.path, _FLAGS)
+        try:
+            status = os.fstat(fd)
+            if status.st_uid != self._owner or not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EPERM, NO_FILE.format(self._owner), self.path)
+            pages = mmap.mmap(-1, DISK_PAGE)
+            for copy in range(SUPERBLOCK_COPIES):
+                os.preadv(fd, [pages], copy * DISK_PAGE)
+                found = unpack_superblock(pages)
+                if found is not None and found.uuid.hex() == self._uuid:
+                    break
+            else:
+                raise OSError(errno.ESTALE, ANOTHER.format(self._uuid), self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._geometry = Geometry(found.region_bytes, found.log_bytes, 0)
+        return fd
 
 
 def _close(fd: int) -> None:
@@ -126,17 +137,19 @@ class AttachedDisks:
         path = Path(word.data_path).with_suffix(TABLE)
         self._table = AttachedTable(path, word.node_id, word.epoch, owner=owner, machine=machine)
         said = {int(number): text.partition(" ") for number, text in word.disks.items()}
-        keys, self.why_not = self._keys(keys) if self._table.key_ids else ({}, "")
+        keys, self.locked = self._keys(keys) if self._table.key_ids else ({}, "")
         self.files = {n: DiskFile(path, uuid, owner, keys) for n, (uuid, _, path) in said.items()}
-        """By the number of the device. `why_not` says why none of them can be decrypted."""
+        """By the number of the device. `locked` says why none of them can be decrypted."""
         self._reachable = {n for n, file in self.files.items() if os.access(file.path, os.R_OK)}
-        if unseen := [file.path for n, file in self.files.items() if n not in self._reachable]:
+        if unseen := [file for n, file in self.files.items() if n not in self._reachable]:
             # In containers often: the table is in /dev/shm, the disk in a volume of its own.
-            text = "disks of node %s cannot be read by this process, their blocks are misses: %s"
-            log.warning(text, word.name, ", ".join(unseen))
-        if self.why_not:
+            for file in unseen:
+                file.why_not = f"no file there, or no right to it: {file.path}"
+            text = "disks of node %s cannot be read by this process; its stream, if any, does: %s"
+            log.warning(text, word.name, ", ".join(file.path for file in unseen))
+        if self.locked:
             self._reachable.clear()
-            log.warning("blocks on disks of node %s are misses: %s", word.name, self.why_not)
+            log.warning("blocks on disks of node %s are misses: %s", word.name, self.locked)
 
     def _keys(self, keys: DiskKeys | None) -> tuple[DiskKeys, str]:
         """Return the keys, and why the node's blocks cannot be decrypted with them."""
@@ -164,3 +177,10 @@ class AttachedDisks:
             return False
         until = self.files[device].left_alone_until
         return until <= 0 or until <= time.monotonic()
+
+    def unopened(self, device: int) -> str:
+        """Return why this process cannot open that device, of which its node can read the blocks;
+        empty where that is not what keeps it from them."""
+        if self.locked or device not in self.files or self._table.is_closed(device):
+            return ""
+        return self.files[device].why_not

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,14 @@ from stores import NodeProcess, NodeThread
 from two_hosts import SECURITY, listening_node
 
 from kvstore import Client, Limits, MissReason
+from kvstore.cli.checks import reach
+from kvstore.cli.checks.base import Context, Level
 from kvstore.client.base import BlockRef
 from kvstore.client.session import BlockSession
 from kvstore.node.config import DiskConfig
 from kvstore.record import unpack_record
-from kvstore.segment.disk.attached import DiskFile
+from kvstore.segment.disk import attached
+from kvstore.segment.disk.attached import AttachedDisks, DiskFile
 from kvstore.types import Key, Location, Tier
 
 if TYPE_CHECKING:
@@ -204,6 +208,70 @@ def test_it_is_explained_that_a_block_is_on_a_disk(
             wait_until(lambda: client.explain(tokens).disk_blocks == 4, "4 blocks on disk")  # noqa: B023
             assert "64 of 64 tokens hit, 4 blocks of them on disks" in str(client.explain(tokens))
             assert str(client.explain_key("name")) == "name: hit, on a disk"
+
+
+class Elsewhere(AttachedDisks):
+    """The disks as a container has them that mounts another directory there."""
+
+    def __init__(self, word: Any, *how: Any, **more: Any) -> None:
+        disks = {number: f"{said}.elsewhere" for number, said in word.disks.items()}
+        super().__init__(replace(word, disks=disks), *how, **more)
+
+
+@pytest.mark.parametrize("there", ["nothing", "another file"])
+def test_what_this_process_cannot_open_comes_by_the_nodes_stream(
+    settings: Settings,
+    node: NodeThread,
+    near: BlockSession,
+    monkeypatch: pytest.MonkeyPatch,
+    there: str,
+) -> None:
+    keys = filled(near)
+    if there == "another file":
+        (settings["disks"][0].directory / "kvstore.disk.elsewhere").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(attached, "AttachedDisks", Elsewhere)  # the node has imported its own
+    session = session_of(node.client_options)
+    all_there(session, keys)
+    wait_until(lambda: len(on_disk(session, keys)) > COUNT // 5, "records")
+    refs = on_disk(session, keys)
+    for _ in range(2):
+        assert all(read(session, refs)), "also where it is only seen when it is opened"
+    assert session.remote.counts["disk_hits"] == 0
+    assert session.remote.counts["stream_hits"] >= 2 * len(refs)
+    reach = [one.disks for one in session.reach(time.monotonic() + 10)]
+    assert reach == [None]
+    session.close()
+
+
+def test_where_there_is_no_stream_either_it_is_said_why_and_what_to_do(
+    redis_server: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = {name: one for name, one in settings.items() if name not in ("listen", "security")}
+    with NodeThread(redis_server, **alone) as node:
+        near = session_of(node.client_options)
+        monkeypatch.setattr(attached, "AttachedDisks", Elsewhere)
+        options = {**node.client_options, "block_tokens": 16}
+        with Client(**options) as client:
+            tokens = list(range(64))
+            client.put_blocks(tokens, [os.urandom(SIZE_BYTES) for _ in range(4)])
+            filled(near)
+
+            def why() -> str:
+                missing = client.explain(tokens).first_missing
+                assert missing is not None
+                return str(missing)
+
+            wait_until(lambda: why().startswith("unreadable-disk: "), "its record is in the index")
+            assert "kvstore.disk.elsewhere" in why()
+            assert "--listen" in why()
+            health = client.health()
+            assert health, "the rest of it works"
+            assert "unreadable-disk: " in str(health)
+            context = Context(redis_server.url, node.node.config.key_prefix, node.run_dir)
+            (found,) = reach.look(context)
+            assert found.level is Level.WARN
+            assert "mount" in found.do
+        near.close()
 
 
 def lose_memory(node: NodeProcess) -> None:

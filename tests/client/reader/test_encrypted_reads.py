@@ -145,7 +145,7 @@ def test_who_lacks_the_keys_finds_nothing_on_disk_and_says_why(
     with caplog.at_level(logging.WARNING, "kvstore.client"):
         session = session_of(node)
         assert found(session, keys, SIZE_BYTES) == {}
-        assert set(session.reader.miss_reasons) <= {"unreadable-unmapped", "absent"}
+        assert set(session.reader.miss_reasons) <= {"unreadable-disk", "absent"}
         session.close()
     text = " ".join(record.getMessage() for record in caplog.records)
     assert "are encrypted, and" in text
@@ -155,7 +155,7 @@ def test_who_lacks_the_keys_finds_nothing_on_disk_and_says_why(
         def is_said() -> bool:
             missing = client.explain(TOKENS).first_missing
             assert missing is not None
-            is_known = missing.reason is MissReason.UNREADABLE_UNMAPPED
+            is_known = missing.reason is MissReason.UNREADABLE_DISK
             assert not is_known or "encrypted, and " in missing.detail
             return is_known
 

@@ -105,7 +105,7 @@ def test_without_the_transport_nothing_is_found_on_disks(node: DiskNode) -> None
         (key,) = payloads
         ref = BlockRef(key, pack_record(key, node.location(key)))
         assert read(session, [ref]) == [None]
-        assert session.reader.miss_reasons == {"unreadable-unmapped": 1}
+        assert session.reader.miss_reasons == {"unreadable-disk": 1}
 
 
 def test_values_on_disks_are_values_again(node: DiskNode) -> None:
