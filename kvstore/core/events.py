@@ -220,6 +220,8 @@ class Spill(NamedTuple):
     session: int
     request: int
     at_most_bytes: int
+    devices: tuple[int, ...] = ()
+    """Those that the thread has to do with; all when there are none."""
 
 
 class Spilled(NamedTuple):

@@ -485,9 +485,8 @@ class Node:
             assert self._loop is not None
             assert self.announcement is not None
             inside = LocalSessions(self._loop, self.sessions, self.act)
-            word = self.announcement
-            segment = AttachedShm(Path(word.data_path), Path(word.head_path), writable=True)
-            self._disks.serve(inside.open(), segment)
+            files = Path(self.announcement.data_path), Path(self.announcement.head_path)
+            self._disks.serve(lambda: (inside.open(), AttachedShm(*files, writable=True)))
 
     def _publish_events(self) -> None:
         """Tell routers what is stored and removed from here on, and before on request."""

@@ -30,7 +30,7 @@ is another one; a block in the index that was dropped after it was written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 
@@ -336,10 +336,14 @@ class DiskTier:
 
     def _spill(self, event: Spill, now: float) -> SpillPlan:
         left, budget = event.at_most_bytes, self._budget.left(now)
+        devices = event.devices or self._rings
         blocks: list[SpillBlock] = []
         for slot in self._candidates(now):
             ring = self._ring_for(slot)
             if ring is None:
+                continue
+            if ring.device not in devices:
+                self._queue([slot])
                 continue
             # One that is larger than all that was asked for goes alone.
             fits = slot.length <= budget and (slot.length <= left or not blocks)
@@ -355,9 +359,10 @@ class DiskTier:
             budget -= self._spend(slot.length, now)
             if left < VALUE_BYTES_MIN:
                 break
-        full = next((ring for ring in self._rings.values() if ring.wants_region), None)
+        wanting = (ring for ring in self._rings.values() if ring.wants_region)
+        full = next((ring for ring in wanting if ring.device in devices), None)
         begin = None if full is None else full.next(self._newest_reset())
-        return SpillPlan(blocks, begin, self._to_promote(event.at_most_bytes), self.clears)
+        return SpillPlan(blocks, begin, self._to_promote(event.at_most_bytes, devices), self.clears)
 
     def _candidates(self, now: float) -> Iterator[Slot]:
         """Yield what is to be written, not more than `LOOKED_MAX` of it; some may be there."""
@@ -503,12 +508,15 @@ class DiskTier:
         elif ring is not None:
             ring.skip(event.begin.region)
 
-    def _to_promote(self, at_most_bytes: int) -> list[DiskBlock]:
+    def _to_promote(self, at_most_bytes: int, devices: Container[int]) -> list[DiskBlock]:
         found: list[DiskBlock] = []
-        while self._promote and at_most_bytes > 0 and not self._sweeps:
-            key = next(iter(self._promote))
-            del self._promote[key]
+        for key in [] if self._sweeps else list(self._promote):
             block = self.there(key)
+            if at_most_bytes <= 0:
+                break
+            if block is not None and block.place.device not in devices:
+                continue
+            del self._promote[key]
             if block is not None and key not in self._blocks.by_key:
                 found.append(block)
                 at_most_bytes -= block.length

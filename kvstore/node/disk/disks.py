@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -83,7 +84,7 @@ class NodeDisks:
                 device.close()
         self._opened = usable
         self.table: DiskTable | None = None
-        self._writer: DiskWriter | None = None
+        self._writers: list[DiskWriter] = []
         self._committer: threading.Thread | None = None
         self._commits = threading.Event()
         self._ending = self._hangs = False
@@ -129,11 +130,14 @@ class NodeDisks:
         self._committer.start()
         return self.tier
 
-    def serve(self, session: LocalSession, segment: AttachedShm) -> None:
-        """Adopt, write and read back from here on."""
+    def serve(self, opened: Callable[[], tuple[LocalSession, AttachedShm]]) -> None:
+        """Adopt, write and read back from here on. `opened` gives a thread its own session, and its
+        own mapping of the segment."""
         assert self.table is not None
-        self._writer = DiskWriter(self._node, self.devices, session, segment, self.table)
-        self._writer.start()
+        for number, device in self.devices.items():
+            one = DiskWriter(self._node, {number: device}, *opened(), self.table)
+            self._writers.append(one)
+            one.start()
 
     # --- after each event ------------------------------------------------------------
 
@@ -141,9 +145,10 @@ class NodeDisks:
         """Take on what an event has forbidden; `evicted` is how many blocks ever were."""
         if self.tier.waits:
             self._take_on()
-        if evicted != self._evicted and self._writer is not None:
+        if evicted != self._evicted and self._writers:
             self._evicted = evicted
-            self._writer.wake()
+            for writer in self._writers:
+                writer.wake()
 
     def _take_on(self) -> None:
         for forbid in self.tier.outgoing():
@@ -239,11 +244,14 @@ class NodeDisks:
         """Stop the threads. Not in that of the event loop, which they may be waiting for."""
         self._ending = True
         self._commits.set()
-        writes = self._writer is not None and not self._writer.stop(STOP_TIMEOUT_S)
+        until = time.monotonic() + STOP_TIMEOUT_S
+        for writer in self._writers:
+            writer.end()
+        ended = [writer.join(max(until - time.monotonic(), 0.0)) for writer in self._writers]
         if self._committer is not None:
             self._committer.join(STOP_TIMEOUT_S)
-            writes = writes or self._committer.is_alive()
-        self._hangs = writes
+            ended.append(not self._committer.is_alive())
+        self._hangs = not all(ended)
 
     def close(self) -> None:
         """Let go of the table, and of the devices unless a call to one of them hangs."""

@@ -1,4 +1,5 @@
-"""Writes a node's blocks to its disks, and reads back what is used again: one thread a node.
+"""Writes a node's blocks to a disk, and reads back what is used again: one thread a disk, so that
+one that hangs keeps no other from its work.
 
 It first tells the core what former starts wrote (`adopt`), while the node serves. Then it asks what
 is to be done (`Spill`), does it and tells what became of it (core/disk/tier.py says what all this
@@ -79,7 +80,7 @@ FAILURES_MAX = 3
 
 
 class DiskWriter:
-    """The thread that has to do with the disks of one start of a node."""
+    """The thread that has to do with a disk of one start of a node, or with several."""
 
     def __init__(
         self,
@@ -113,10 +114,12 @@ class DiskWriter:
         """Look now what is to be written: blocks were evicted."""
         self._wake.set()
 
-    def stop(self, timeout_s: float) -> bool:
-        """End; returns False where a call to a disk hangs."""
+    def end(self) -> None:
         self._ending = True
         self._wake.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until it has ended; returns False where a call to a disk hangs."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -126,7 +129,7 @@ class DiskWriter:
                 self._tell_of(number, device)
             for number, device in list(self._devices.items()):
                 self._adopt(number, device)
-            while not self._ending:
+            while self._devices and not self._ending:
                 self._step()
         except NodeUnavailableError:
             pass  # it has ended
@@ -187,7 +190,7 @@ class DiskWriter:
 
     def _round(self) -> int:
         """Do once what is to be done. Return how many bytes that was."""
-        plan = self._ask(Spill(0, 0, SPILL_BYTES), _undone)
+        plan = self._ask(Spill(0, 0, SPILL_BYTES, tuple(self._devices)), _undone)
         assert isinstance(plan, SpillPlan)
         self._write(plan.blocks)
         if plan.begin is not None:

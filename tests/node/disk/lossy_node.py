@@ -1,9 +1,9 @@
-"""A node's core, its disks' logs and its writer, as they are, over disks that lose power: one event
+"""A node's core, its disks' logs and writers, as they are, over disks that lose power: one event
 at a time, without threads, and an oracle that knows what may be found.
 
-Clients act between any two events of the writer. What is answered is noted: from then on only what
-was saved later may be found, in this start or any later one. What is not answered yet holds for
-this start alone.
+Clients, and now and then the writer of another disk, act between any two events of a writer. What
+is answered is noted: from then on only what was saved later may be found, in this start or any
+later one. What is not answered yet holds for this start alone.
 """
 
 from __future__ import annotations
@@ -179,12 +179,15 @@ class LossyNode:
         )
         self.core.use_disks(self.tier)
         self.is_serving = True
-        self.disks.serve(self, self)  # type: ignore[arg-type]
-        self.writer: Any = self.disks._writer
-        for number, one in self.disks.devices.items():
-            self.writer._tell_of(number, one)
-        for number, one in list(self.writer._devices.items()):
-            self.writer._adopt(number, one)
+        self.working: Any = None
+        self.disks.serve(lambda: (self, self))  # type: ignore[arg-type,return-value]
+        self.writers: dict[int, Any] = dict(
+            zip(self.disks.devices, self.disks._writers, strict=True)
+        )
+        for number, one in self.writers.items():
+            one._tell_of(number, self.disks.devices[number])
+        for number, one in self.writers.items():
+            one._adopt(number, one._devices[number])
         self.adopted += self.tier.counts["adopted"]
 
     # --- what the writer has of the node ------------------------------------------------
@@ -240,6 +243,8 @@ class LossyNode:
             return
         if self.rng.random() < 0.3:
             self.act()
+        if self.rng.random() < 0.02:
+            self.write(self.rng.choice([*self.writers.values(), None]))
         if self.rng.random() < 0.004:
             self.is_dead = True
             raise PowerLossError
@@ -389,15 +394,24 @@ class LossyNode:
         place = rng.choice([0, 1, rng.randrange(REGION_BYTES // PAGE)])
         return start(rng.randrange(REGIONS)) + place
 
+    def write(self, one: Any) -> None:
+        """Have a writer do once what is to be done, unless it is at it."""
+        working = self.working
+        if one is not None and one._devices and one is not working and working is not self:
+            self.working = self if working is not None else one
+            try:
+                with suppress(DeadlineError):
+                    one._round()
+            finally:
+                self.working = working
+
     def step(self) -> None:
         draw = self.rng.random()
         self.now += self.rng.choice([0.001, 0.001, 1.0, 10.0])
         if draw < 0.35:
             self.act()
         elif draw < 0.75:
-            if self.writer._devices:
-                with suppress(DeadlineError):
-                    self.writer._round()
+            self.write(self.rng.choice([*self.writers.values(), None]))
         elif draw < 0.88:
             if self.disks._commits.is_set():
                 self.disks._commits.clear()
@@ -410,7 +424,8 @@ class LossyNode:
     def settle(self) -> None:
         """Write all that is to be written, and answer all that waits."""
         for _ in range(4):
-            self.writer._round()
+            for one in self.writers.values():
+                self.write(one)
             self.commit()
 
     def commit(self) -> None:

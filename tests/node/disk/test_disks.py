@@ -350,6 +350,39 @@ def test_a_disk_that_hangs_costs_misses_and_nobody_waits_for_it(tmp_path, files,
     goes_on.set()
 
 
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_a_disk_that_hangs_keeps_no_other_from_its_work(tmp_path, files, monkeypatch, call):
+    monkeypatch.setattr(disks, "STOP_TIMEOUT_S", 0.2)
+    how = config(tmp_path, disks=2, disk_write="through")
+    with DiskNode(how) as node:
+        node.save(*KEYS[:8])
+        wait_until(lambda: node.stats()["disk_blocks"] == 8, "they are written", 10)
+        device_of = {key: node.on_disk(key).place.device for key in KEYS[:8]}
+        assert set(device_of.values()) == {0, 1}
+    goes_on, hangs = threading.Event(), threading.Event()
+    with DiskNode(how) as node:
+        real = getattr(files[2]._file, call)
+
+        def stalled(*what):
+            hangs.set()
+            goes_on.wait(60)
+            return real(*what)
+
+        setattr(files[2], call, stalled)
+        if call == "read":
+            node.touch(*[key for key, device in device_of.items() if device == 0] * 2)
+        else:
+            node.save(*KEYS[100:116])
+        assert hangs.wait(10)
+        before = node.stats()["disk_blocks"]
+        node.save(*KEYS[200:220])
+        wait_until(lambda: node.stats()["disk_blocks"] >= before + 5, "the other writes", 10)
+        other = next(key for key, device in device_of.items() if device == 1)
+        node.touch(other, other)
+        wait_until(lambda: node.stats()["disk_promoted"] == 1, "the other is read", 10)
+    goes_on.set()
+
+
 def test_a_block_that_is_evicted_while_it_is_written_is_a_miss_and_no_damage(tmp_path, files):
     """Its slot has another block's bytes by then, and those are on the disk."""
     with DiskNode(config(tmp_path)) as node:

@@ -80,7 +80,7 @@ def finds(plant: Plant, seeds: int) -> bool:
     "name", ["what is forbidden is adopted", "answers do not wait for the log"]
 )
 def test_a_planted_bug_is_found_soon(name: str) -> None:
-    assert finds(PLANTS[name], 3)
+    assert finds(PLANTS[name], 6)
 
 
 @pytest.mark.nightly
@@ -140,7 +140,7 @@ def test_what_leaves_with_its_region_does_not_come_back_when_the_new_header_is_l
     node.request(Drop(0, 0, [KEYS[5]]), [KEYS[5]])
     node.commit()
     with pytest.raises(PowerLossError):
-        node.writer._begin(at)
+        node.writers[at.device]._begin(at)
     lose_all(node)
     assert node.on_disk(key) is None
 
