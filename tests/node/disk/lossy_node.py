@@ -130,6 +130,8 @@ class LossyNode:
         self.files = [Power(self, self.rng) for _ in range(2)]
         self.may_fail = seed % 3 == 1
         self.may_be_away = seed % 3 == 2 and not is_quiet
+        self.away = -1
+        """The disk that the next start does without."""
         self.noted: set[bytes] = set()
         self.known = Resets()
         """What other nodes know of resets."""
@@ -152,7 +154,8 @@ class LossyNode:
         self.runs += 1
         self.now = float(self.runs * 1000)
         self.asks = 0
-        self.away = 0 if self.may_be_away and rng.random() < 0.3 else -1
+        if not self.is_quiet:
+            self.away = 0 if self.may_be_away and rng.random() < 0.3 else -1
         self.ends_soon = False
         self.favoured: list[Key] = []
         self.at_least = dict.fromkeys(KEYS, 0)
