@@ -135,8 +135,8 @@ class Readability:
         return Unreadable(MissReason.UNREADABLE_DISK, why)
 
     def _disks(self, word: Announcement) -> Unreadable | None:
-        """Return why a disk of a node of this host cannot be read now; None where all can, or
-        nothing is known of it. Asks nobody."""
+        """Return why a disk of a node of this host cannot be read now; None where all can, or its
+        memory is not mapped."""
         start = word.node_id, word.epoch
         here, now = self.nodes.entry(*start).attached, self.nodes.machine.monotonic()
         if here is None:

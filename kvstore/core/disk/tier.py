@@ -66,6 +66,8 @@ BUSY_PART = 4
 """While blocks are saved and loaded, with no longer pause than that, it is a part of the margin."""
 LOOKED_MAX = 4096
 """Blocks that one `Spill` looks at: a millisecond of the node's loop."""
+CHOSEN_MAX = 1 << 14
+"""Keys whose device is remembered: to choose it takes some microseconds for each device."""
 IDLE_S = 5.0
 DROPPED_MAX = 1 << 18
 """Deleted keys that are remembered while a start adopts; after more nothing is adopted any more."""
@@ -109,6 +111,8 @@ class DiskTier:
         self._write = write
         self._budget = WriteBudget(bytes_per_day)
         self._rings: dict[int, Ring] = {}
+        self._chosen: dict[Key, int] = {}
+        """By key the device that it chose, of those that there are."""
         self._adopting = set(devices)
         """Devices of which not everything is known yet."""
         self._dropped: set[Key] = set()
@@ -149,6 +153,7 @@ class DiskTier:
                 self._begun(event)
             case DiskFound():
                 self._rings[event.device] = Ring(event)
+                self._chosen.clear()
             case DiskDamaged():
                 self._damaged(event, now)
             case DiskClosed():
@@ -397,9 +402,20 @@ class DiskTier:
         if alike and there is not None and slot.checksum in (0, there.checksum):
             slot.on_disk = True
             return None
-        ring = max(self._rings.values(), key=lambda ring: _score(key, ring), default=None)
+        ring = self._rings.get(self._device_of(key))
         fits = ring is not None and ring.adopted and slot.length <= ring.value_bytes_max
         return ring if fits else None
+
+    def _device_of(self, key: Key) -> int:
+        """Return the device that a key chooses; -1 where there is none. Each device's writer asks,
+        and most blocks that it looks at are others'."""
+        device = self._chosen.get(key)
+        if device is None:
+            if len(self._chosen) >= CHOSEN_MAX:
+                self._chosen.clear()
+            ring = max(self._rings.values(), key=lambda ring: _score(key, ring), default=None)
+            device = self._chosen[key] = -1 if ring is None else ring.device
+        return device
 
     def _write_of(self, slot: Slot, place: DiskPlace) -> SpillBlock:
         what = (slot.length, slot.kind, slot.meta_length, slot.checksum, slot.namespace_id)
@@ -559,6 +575,7 @@ class DiskTier:
             del self._writing[block.key]
         self._forbid_lost(lost)
         self._rings.pop(device, None)
+        self._chosen.clear()
         self._untold = self._untold or device in self._adopting
         self._known(device)
 

@@ -223,11 +223,11 @@ def test_a_disk_is_left_alone_for_reads_that_fail_in_three_parts_in_a_row(
         for i in range(0, 96, 8):
             node.save(*KEYS[i : i + 8])
             wait_until(lambda: node.stats()["disk_blocks"] == i + 8, "they are written", 10)  # noqa: B023
-        device, memory = node.node._disks.devices[0], node.node.core.blocks.by_key
+        memory = node.node.core.blocks.by_key
         there = [node.on_disk(key) for key in KEYS[:96] if key not in memory]
         parts: dict[int, list] = {}
         for block in there:
-            parts.setdefault(device.geometry.region_of(block.place.page), []).append(block)
+            parts.setdefault(block.place.lap, []).append(block)
         first, *others = parts.values()
         bad = first[:3] if how == "in one part" else [first[0], *(part[0] for part in others[:2])]
         good = [block for block in there if block not in bad]
@@ -352,13 +352,13 @@ def test_a_disk_that_hangs_costs_misses_and_nobody_waits_for_it(tmp_path, files,
 
 @pytest.mark.parametrize("call", ["write", "read"])
 def test_a_disk_that_hangs_keeps_no_other_from_its_work(tmp_path, files, monkeypatch, call):
-    monkeypatch.setattr(disks, "STOP_TIMEOUT_S", 0.2)
     how = config(tmp_path, disks=2, disk_write="through")
     with DiskNode(how) as node:
-        node.save(*KEYS[:8])
-        wait_until(lambda: node.stats()["disk_blocks"] == 8, "they are written", 10)
-        device_of = {key: node.on_disk(key).place.device for key in KEYS[:8]}
+        node.save(*KEYS[:16])
+        wait_until(lambda: node.stats()["disk_blocks"] == 16, "they are written", 10)
+        device_of = {key: node.on_disk(key).place.device for key in KEYS[:16]}
         assert set(device_of.values()) == {0, 1}
+    monkeypatch.setattr(disks, "STOP_TIMEOUT_S", 0.2)
     goes_on, hangs = threading.Event(), threading.Event()
     with DiskNode(how) as node:
         real = getattr(files[2]._file, call)
