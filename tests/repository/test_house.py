@@ -30,9 +30,9 @@ SAME_NAMES = {
 }
 """Names that two public classes have, and why."""
 SUMS_MAX = {
-    "kvstore": 53_780,
+    "kvstore": 53_950,
     "connector": 22_400,
-    "tests": 118_125,
+    "tests": 118_370,
     "pokes": 565,
 }
 """Lines by house, without the simulator and with C; and how often a test looks at a private name
