@@ -175,6 +175,8 @@ WEIGHT_SAMPLES_MAX = 16384
 WEIGHT_SAMPLES_MIN = 16
 """Samples of each file, however many files there are."""
 
+RETAINED_BY_ONE_SHARE = 2
+"""One tenant may have retained one in this many bytes of what the node may retain."""
 RETAINED_S_MAX = 30 * 24 * 3600
 """Time for which a block may be retained at once; a caller that wants longer asks again."""
 TENANT_BYTES_MAX = 256
@@ -289,17 +291,13 @@ byte."""
 class Limits:
     """Limits of one node or client that an operator may set."""
 
-    inline_bytes: Annotated[int, NumberRange(1, MESSAGE_BYTES_MAX // 2)] = 32 << 10
-    """Values up to this size are sent inside the reserve request, without a second round trip; a
-    value that is put alone up to twice this size."""
     clients: Count = 1024
     """Clients on its host that a node serves at the same time."""
     pins_per_client: Annotated[int, NumberRange(1, HELD_MAX)] = 4096
     """Slots that one client may have pinned."""
     retained_percent: Annotated[int, NumberRange(1, 80)] = 50
-    """Share of the node's memory that may be retained; the rest stays evictable."""
-    retained_tenant_percent: Annotated[int, NumberRange(1, 80)] = 25
-    """The same for one tenant."""
+    """Share of the node's memory that may be retained, half of it for one tenant; the rest stays
+    evictable."""
     stream_connections_max: Annotated[int, NumberRange(1, 1 << 16)] = 256
     """Connections of other hosts that a node serves at the same time; each has a thread."""
     redis_timeout_s: Seconds = 0.05

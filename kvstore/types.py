@@ -147,7 +147,7 @@ class Retained(enum.IntEnum):
     NODE_BUDGET = 2
     """Its node retains as much as it may (`Limits.retained_percent`)."""
     TENANT_BUDGET = 3
-    """Its node retains as much for this tenant as it may (`Limits.retained_tenant_percent`)."""
+    """Its node retains as much for this tenant as it may (half of `Limits.retained_percent`)."""
     OTHERS = 4
     """Another tenant retains it, for a shorter time: that tenant's budget pays, and nobody else
     ends or lengthens it."""

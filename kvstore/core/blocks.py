@@ -36,6 +36,7 @@ from kvstore.limits import (
     EXPIRED_AT_ONCE_BYTES,
     MOVED_BYTES_MAX,
     PENDING_REMOVE_MAX,
+    RETAINED_BY_ONE_SHARE,
     SLOT_BYTES_MIN,
     VALUE_BYTES_MAX,
     Limits,
@@ -98,9 +99,9 @@ class Blocks:
         self.disk_copy: Callable[[Key], DiskBlock | None] | None = None
         """Returns where a block lies on a disk that works; None when the node has none."""
         self.watched = Watched()
-        self.retained = Retentions(
-            size_bytes, limits.retained_percent, limits.retained_tenant_percent
-        )
+        percent = limits.retained_percent
+        # Rounded up, so that 1% is not nothing.
+        self.retained = Retentions(size_bytes, percent, -(-percent // RETAINED_BY_ONE_SHARE))
         self.bounded = Bounded()
         self.names: dict[Key, bytes] = {}
         """Names that users gave to values, as far as clients have sent them."""

@@ -26,6 +26,9 @@ from kvstore.transport.stream.security import StreamSecurity
 from kvstore.types import DiskKeys
 
 SIZE_BYTES_DEFAULT = 1 << 30
+INLINE_BYTES = 32 << 10
+"""Values up to this size are sent inside the reserve request, without a second round trip; a value
+that is put alone up to twice this size."""
 BLOCK_BYTES = 256 << 10
 """Size of the blocks that a large disk is expected to have, and a quarter of what they mostly have:
 the table has 73 bytes for each."""
@@ -185,7 +188,7 @@ class NodeConfig:
             head_path=f"{base}.head",
             control_path=str(socket_path),
             size_bytes=self.segment_bytes,
-            inline_bytes=self.limits.inline_bytes,
+            inline_bytes=INLINE_BYTES,
             index=index,
         )
 

@@ -29,7 +29,9 @@ REMOVED = {
     "device_stream_priority": "is low-priority in the variable KVSTORE_CUDA_COPIES now",
     "end_with_last_client": "is an option of kvstore node alone now: --end-with-last-client",
     "hand_over_wait_s": "belongs into [connector] now",
+    "inline_bytes": "is a constant now, 32 KiB",
     "page_lock_bytes_max": "belongs into [connector] now",
+    "retained_tenant_percent": "is half of retained_percent now; set that",
 }
 GONE = "connector_limits"
 """A table that was removed; its other names are constants."""

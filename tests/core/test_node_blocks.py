@@ -172,11 +172,11 @@ class TestMoves:
 
     @pytest.fixture
     def core(self):
-        limits = Limits(retained_tenant_percent=50)
-        core = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10, limits=limits)
+        core = NodeCore(node_id=5, epoch=9, size_bytes=64 << 10, limits=Limits())
         for key in KEYS[:8]:
             put(core, key, checksum=key[0])
-        core.handle(Retain(1, 1, KEYS[1:8:2], 60, 7), 0.0)
+        for tenant, keys in ((7, KEYS[1:4:2]), (8, KEYS[5:8:2])):
+            core.handle(Retain(1, 1, keys, 60, tenant), 0.0)
         published(core)
         return core
 

@@ -6,6 +6,7 @@ import heapq
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,10 +31,9 @@ from kvstore.testing.sim.session import guarded
 if TYPE_CHECKING:
     from kvstore.testing.sim.world import World
 
-LIMITS = Limits(
-    inline_bytes=6000,
-    pins_per_client=6,
-)
+LIMITS = Limits(pins_per_client=6)
+INLINE_BYTES = 6000
+"""Some values of simulated clients have more, some less."""
 TURN_ITEMS = 2
 AT_ONCE_ITEMS = MESSAGE_ITEMS + TURN_ITEMS
 """Requests of simulated clients are for a dozen blocks at most: these are in parts."""
@@ -106,11 +106,19 @@ class SimConnection(Connection):
         return os.geteuid()
 
 
+class SimConfig(NodeConfig):
+    """Announces a size that some values are beyond."""
+
+    def announcement(self, node_id: int, epoch: int, socket_path: Path, index: str) -> Announcement:
+        made = NodeConfig.announcement(self, node_id, epoch, socket_path, index)
+        return replace(made, inline_bytes=INLINE_BYTES)
+
+
 class SimNode(Node):
     """Runs one start of a node."""
 
     def __init__(self, world: World, run_dir: Path, name: str) -> None:
-        config = NodeConfig(
+        config = SimConfig(
             run_dir=run_dir,
             name=name,
             size_bytes=world.node_bytes,

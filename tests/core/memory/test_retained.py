@@ -42,12 +42,15 @@ FIT = SIZE // BLOCK
 KEYS = Namespace.named("test").block_keys(range(20 * FIT), 1)
 CLIENT, OTHER = 1, 2
 ALICE, BOB = 11, 12
-ALL = Limits(retained_percent=80, retained_tenant_percent=80)
 
 
 class Node:
-    def __init__(self, limits=ALL, size_bytes=SIZE, **options):
-        self.core = NodeCore(node_id=5, epoch=9, size_bytes=size_bytes, limits=limits, **options)
+    def __init__(self, limits=None, size_bytes=SIZE, **options):
+        """Without limits one tenant may have retained all that the node may."""
+        given = limits or Limits(retained_percent=80)
+        self.core = NodeCore(node_id=5, epoch=9, size_bytes=size_bytes, limits=given, **options)
+        if limits is None:
+            self.core.blocks.retained = Retentions(size_bytes, 80, 80)
         self.now = 1000.0
         self.writes = []
 
@@ -176,7 +179,7 @@ def test_what_is_absent_or_being_written_is_not_retained(node):
 
 
 def test_the_node_and_each_tenant_have_a_budget_to_the_byte():
-    node = Node(Limits(retained_percent=50, retained_tenant_percent=25))
+    node = Node(Limits())
     node.put(*KEYS[:FIT])
     quarter = FIT // 4
     answers = node.retain(*KEYS[: quarter + 1])
