@@ -24,7 +24,7 @@ from connector_parts import (
 )
 
 from connector import metrics
-from connector.limits import LOAD_JOBS_MAX, LOOKUP_TTL_S, STATS_SAMPLES_MAX
+from connector.limits import LOOKUP_TTL_S, STATS_SAMPLES_MAX
 from connector.messages import WorkerReport
 from connector.metrics import METRICS, Counts, labelled, summary
 from connector.stats import CountStats
@@ -213,16 +213,16 @@ class TestTransfers:
         "reason", ["load-failed", "error", "no-store", "too-busy", "deadline", "aborted"]
     )
     def test_a_load_that_fails_is_counted_with_its_reason(
-        self, store: MemoryBlockStore, reason: str
+        self, store: MemoryBlockStore, reason: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pytest.importorskip("torch")
         clock = Clock()
+        if reason == "too-busy":
+            monkeypatch.setattr("connector.worker.worker.LOAD_JOBS_MAX", 1)
         worker = Worker(store, clock=clock)
         save(worker, save_job(2))
         worker.core.take_stats()
         job = load_job(store, 2)
-        if reason == "too-busy":
-            worker.core._loading.items_max = 1
         hold = hinder(store, worker, reason)
         worker.core.start_loads([job])
         if reason in ("deadline", "aborted"):
@@ -239,9 +239,6 @@ class TestTransfers:
         good = 1 if reason == "load-failed" else 0
         assert counts == ({"loaded_blocks": 1, "loaded_bytes": BLOCK_BYTES} if good else {})
         worker.core.close()
-
-    def test_the_full_queue_is_the_one_of_the_limits(self, worker: Worker) -> None:
-        assert worker.core._loading.items_max == LOAD_JOBS_MAX
 
 
 class TestReports:

@@ -28,8 +28,8 @@ from kvstore.core.events import (
     Touch,
     Unpin,
 )
-from kvstore.core.holdings import Session
 from kvstore.core.memory.eviction import POLICIES
+from kvstore.core.memory.slots import SlotState
 from kvstore.core.node import NodeCore
 from kvstore.core.parts import joined, parts_of
 
@@ -100,22 +100,25 @@ def requests(rng: random.Random, held: list[list[Any]]) -> Any:
     return [rng.choice([*made, Suspect(SESSION, keys), Named(SESSION, keys, keys)])] * 2
 
 
-def session_of(core: NodeCore) -> Session:
-    return core._sessions.setdefault(SESSION, Session())
+def held_of(core: NodeCore, state: SlotState) -> list[tuple[int, int]]:
+    """Return the slots that the client has reserved, or pinned."""
+    slots = map(core.blocks.allocator.slot, core.held_slots(SESSION))
+    return [(slot.slot_id, slot.generation) for slot in slots if slot.state is state]
 
 
 def unpins(core: NodeCore) -> Unpin:
-    pins = session_of(core).pins
-    return Unpin(SESSION, 1, [(i, core.blocks.allocator.slot(i).generation) for i in pins])
+    return Unpin(SESSION, 1, held_of(core, SlotState.SEALED))
 
 
 def ended(core: NodeCore, share: float, seed: int) -> SessionResumed | SessionDead:
     """The session comes back and holds that share of what it had, or it dies."""
     if share < 0.1:
         return SessionDead(SESSION)
-    rng, held = random.Random(seed), session_of(core)
-    reserved = {s.slot_id: s.generation + (rng.random() > share) for s in held.reserved.values()}
-    pinned = {slot: rng.randrange(3) for slot in held.pins if rng.random() < share}
+    rng = random.Random(seed)
+    written = held_of(core, SlotState.RESERVED)
+    reserved = {slot: generation + (rng.random() > share) for slot, generation in written}
+    pins = held_of(core, SlotState.SEALED)
+    pinned = {slot: rng.randrange(3) for slot, _ in pins if rng.random() < share}
     return SessionResumed(SESSION, {**reserved, 999: 1}, {**pinned, 998: 1})
 
 
@@ -149,12 +152,7 @@ def test_the_node_and_the_answers_are_the_same(seed: int, policy: str) -> None:
         answers = [whole(cores[0], events[0], now), in_parts(cores[1], events[1], now)]
         assert comparable(answers[0]) == comparable(answers[1]), (step, events[0])
         assert state(cores[0]) == state(cores[1]), (step, events[0])
-        held = [
-            [(s.slot_id, s.generation) for s in core._sessions[SESSION].reserved.values()]
-            if SESSION in core._sessions
-            else []
-            for core in cores
-        ]
+        held = [held_of(core, SlotState.RESERVED) for core in cores]
     assert cut > ROUNDS // 4
 
 

@@ -50,12 +50,6 @@ def decoded(message):
     return decode(1, msgpack.unpackb(control.packed(message)))
 
 
-@given(anything)
-def test_any_message_is_an_event_or_a_usage_error(message):
-    with contextlib.suppress(UsageError):
-        decode(1, message)
-
-
 @given(st.sampled_from(list(Op)), st.lists(anything, max_size=8))
 def test_any_arguments_of_any_op_are_an_event_or_a_usage_error(op, args):
     with contextlib.suppress(UsageError):

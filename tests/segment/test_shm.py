@@ -29,17 +29,6 @@ def owned(tmp_path):
     segment.close()
 
 
-def test_a_reader_sees_what_the_owner_sealed(owned):
-    owned.apply(Fill(1024, b"payload"))
-    owned.apply(Seal(1, 9, KEY, 7, 0, 1, 0, 0, 5))
-    reader = AttachedShm(owned.data_path, owned.head_path)
-    assert reader.superblock == BLOCK
-    assert bytes(reader.payload[1024:1031]) == b"payload"
-    header = unpack(reader.header(1))
-    assert (header.generation, header.key, header.length) == (9, KEY, 7)
-    reader.close()
-
-
 def test_a_mark_changes_the_word_alone(owned):
     owned.apply(Seal(1, 9, KEY, 7, 0, 1, 0, 0, 5))
     before = owned.header(1)

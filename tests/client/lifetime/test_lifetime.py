@@ -92,8 +92,10 @@ def test_a_child_that_closes_its_parents_client_takes_nothing_from_it(client, no
     client.put("k", bytes(100_000))
     leases = list(node.directory.leases.iterdir())
     assert leases
-    with client.session.writer.link().control._lock:  # as a thread that waits for an answer has it
-        assert holds_in_child(lambda: client.close() is None)
+    control = client.session.writer.link().control
+    # Amid an answer, when its lock is held.
+    amid = {"accept": lambda body: holds_in_child(lambda: client.close() is None)}
+    assert control.request(Op.STAT, **amid)
     assert list(node.directory.leases.iterdir()) == leases
     assert client.get("k") == bytes(100_000)
 

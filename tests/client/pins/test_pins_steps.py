@@ -9,6 +9,7 @@ from own_python import holds_in_child
 
 from kvstore.client.pins import HeldPin, Pins
 from kvstore.errors import NodeUnavailableError
+from kvstore.machine import Machine
 from kvstore.record import pack_place
 
 PIN, OTHER = (7, 1), (9, 1)
@@ -45,29 +46,26 @@ def hold(pins, ended, handle):
     return pins.hold(pin, VALUE)
 
 
-class Wakes:
-    """Instead of the queue: `get` takes one step after the other."""
+class Starts(list):
+    """Threads that were to be started: none is. Takes the place of their queue, too."""
 
-    def __init__(self, *steps):
-        self.steps = list(steps)
+    def __init__(self):
+        self.wakes = 0
+        """How often one is to be woken."""
+        self.steps = []
 
     def get(self, timeout):
         self.steps.pop(0)()
 
     def put(self, item):
-        pass
+        self.wakes += 1
 
-
-def runs(pins, *steps):
-    """Be its thread, which is woken by these steps; return those that it did not take."""
-    pins._thread, pins._wake = threading.current_thread(), Wakes(*steps)
-    pins._run()
-    return pins._wake.steps
-
-
-def wakes(pins):
-    """How often its thread is to be woken."""
-    return pins._wake.qsize()
+    def runs(self, pins, *steps):
+        """Be the thread, which is woken by these steps; return those that it did not take."""
+        self.steps = list(steps)
+        pins.watch()
+        self[-1].run()
+        return self.steps
 
 
 def idle():
@@ -80,8 +78,8 @@ def nothing():
 
 @pytest.fixture
 def starts(monkeypatch):
-    """Threads that were to be started: none is."""
-    started = []
+    started = Starts()
+    monkeypatch.setattr(queue, "SimpleQueue", lambda: started)
 
     def refused(thread):
         started.append(thread)
@@ -125,7 +123,7 @@ def test_who_drops_a_view_wakes_the_thread_and_takes_no_step_itself(starts):
     pins = pins_of(ended)
     memory = hold(pins, ended, PIN)
     del memory
-    assert (wakes(pins), ended.calls) == (1, 0)
+    assert (starts.wakes, ended.calls) == (1, 0)
 
 
 def test_who_closes_a_pin_ends_it_himself_and_wakes_nobody(starts):
@@ -134,11 +132,11 @@ def test_who_closes_a_pin_ends_it_himself_and_wakes_nobody(starts):
     held = [hold(pins, ended, PIN), hold(pins, ended, OTHER)]
     with pins.closing():
         held.pop()
-    assert wakes(pins) == 0
+    assert starts.wakes == 0
     pins.settle()
     assert ended == [OTHER]
     held.pop()
-    assert wakes(pins) == 1
+    assert starts.wakes == 1
 
 
 def test_where_no_pin_has_ended_the_node_is_told_nothing(starts):
@@ -158,26 +156,30 @@ def test_another_process_lets_nothing_go(starts, monkeypatch):
     ended = Ended()
     pins = pins_of(ended)
     hold(pins, ended, PIN)
+    own_pid = os.getpid()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "getpid", lambda: pins._pid + 1)
+        patched.setattr(os, "getpid", lambda: own_pid + 1)
         pins.settle()
         assert ended.calls == 0
     pins.settle()
     assert ended == [PIN]
 
 
-def test_the_thread_ends_when_nothing_has_been_held_for_a_while():
+def test_the_thread_ends_when_nothing_has_been_held_for_a_while(starts, monkeypatch):
     ended = Ended()
     pins = pins_of(ended)
-    assert runs(pins, idle) == []
-    assert pins._thread is None
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: True)
+    assert starts.runs(pins, idle) == []
+    assert len(starts) == 1
+    pins.watch()
+    assert len(starts) == 2, "also while the first is on its way out"
 
 
 def test_the_thread_stays_as_long_as_a_pin_is_held(starts):
     ended = Ended()
     pins = pins_of(ended)
     held = [hold(pins, ended, PIN)]
-    assert runs(pins, idle, held.clear, idle) == []
+    assert starts.runs(pins, idle, held.clear, idle) == []
     assert ended == [PIN]
 
 
@@ -195,11 +197,10 @@ def test_the_thread_stays_until_what_has_ended_is_let_go(starts):
     pins = Pins(second_time, lambda: [ended.held])
     hold(pins, ended, PIN)
     with pytest.raises(KeyboardInterrupt):
-        runs(pins, nothing)
-    runs(pins, idle, idle)
+        starts.runs(pins, nothing)
+    assert starts.runs(pins, idle, idle) == []
     assert let_go == [1, 1]
     assert ended == [PIN]
-    assert pins._thread is None
 
 
 def test_what_was_closed_or_given_back_is_not_held_again(starts):
@@ -218,16 +219,29 @@ def test_what_was_closed_or_given_back_is_not_held_again(starts):
     assert ended == [PIN], "once"
 
 
+class Locks(Machine):
+    """Notes the locks that it gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.locks = []
+
+    def lock(self):
+        self.locks.append(threading.Lock())
+        return self.locks[-1]
+
+
 def test_a_forked_child_keeps_nothing_of_what_had_ended_and_no_lock(starts):
-    ended = Ended()
-    pins = pins_of(ended)
+    ended, machine = Ended(), Locks()
+    pins = Pins(ended, lambda: [ended.held], machine)
     hold(pins, ended, PIN)
     assert len(pins.dropped) == 1
-    lock, settling = pins._lock, pins._settling
+    before = [*machine.locks]
 
     def fresh():
-        return not pins.dropped and pins._lock is not lock and pins._settling is not settling
+        pins.watch()
+        return not pins.dropped and len(machine.locks) == 2 * len(before)
 
-    with lock, settling:
+    with before[0], before[1]:
         assert holds_in_child(fresh)
     assert len(pins.dropped) == 1

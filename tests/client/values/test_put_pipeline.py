@@ -219,7 +219,7 @@ def connects_again_behind_an_answer(writer, monkeypatch):
     def interrupted(ticket):
         answer = collect(ticket)
         monkeypatch.setattr(control, "collect", collect)
-        control._disconnect()
+        control.doubt()
         control.request(Op.UNPIN, [])
         return answer
 
@@ -229,11 +229,12 @@ def connects_again_behind_an_answer(writer, monkeypatch):
 def test_what_could_not_be_said_on_a_busy_channel_is_said_by_the_next_connection(writer):
     """Found by the simulation: the slot was nobody's until the client's end."""
     granted = writer.reserve(want(1), NAMESPACE)
-    channel = writer.link().control
-    channel._timeout_s = 0.05
-    with channel._lock, pytest.raises(DeadlineError):
-        savers.commit(granted, 10.0, time.monotonic)
-    channel._timeout_s = 10.0
+
+    def amid(body):
+        with pytest.raises(DeadlineError, match="busy"):
+            savers.commit(granted, 10.0, time.monotonic)
+
+    writer.link().control.request(Op.STAT, accept=amid)
     assert writer.stats()["reserved"] == 0
 
 
@@ -266,7 +267,7 @@ def test_a_refused_request_leaves_the_others_alone(writer):
 def test_what_was_on_its_way_fails_with_its_connection(writer):
     control = writer.link().control
     ticket = control.post(Op.STAT)
-    control._disconnect()
+    control.restate()
     with pytest.raises(NodeUnavailableError):
         control.collect(ticket)
     assert control.request(Op.STAT)["blocks"] == 0

@@ -158,20 +158,28 @@ def test_requests_whose_bodies_are_still_coming_count_as_in_flight(
     [
         (b"[" * 100_000, "application/json", 400),
         (b"\xff", "application/json", 400),
-        (b"{}", "application/json; charset=nonsense", 502),
+        (b"{}", "application/json; charset=nonsense", None),
         (b" " * 2000, "application/json", 413),
     ],
     ids=["deep", "not utf-8", "charset", "large"],
 )
+@pytest.mark.parametrize("path", ["/v1/completions", "/blocks"])
 def test_what_is_no_request_is_refused_as_openai_does(
-    no_index: Locator, body: bytes, kind: str, status: int, monkeypatch: pytest.MonkeyPatch
+    no_index: Locator,
+    path: str,
+    body: bytes,
+    kind: str,
+    status: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if status is None:  # an engine is to say it, and there is none
+        status = 400 if path == "/blocks" else 502
     if status == 413:
         monkeypatch.setattr(server, "ROUTER_BODY_BYTES_MAX", 1000)
 
     async def scenario() -> None:
         async with routed(no_index, [], []) as router, aiohttp.ClientSession() as session:
-            url = f"{router.url}/v1/completions"
+            url = f"{router.url}{path}"
             async with session.post(url, data=body, headers={"Content-Type": kind}) as answer:
                 assert answer.status == status
                 assert (await answer.json())["error"]["code"] == status

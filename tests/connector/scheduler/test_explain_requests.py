@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from connector_parts import (
@@ -34,6 +35,7 @@ from connector.limits import (
 from connector.messages import WorkerReport
 from connector.rate import Rate
 from connector.scheduler.lazy_store import LazyStore
+from connector.scheduler.lookup import Lookups
 from connector.scheduler.scheduler import SchedulerCore
 from connector.scheduler.settings import SchedulerSettings
 from kvstore import Explanation, MissReason, UsageError
@@ -231,7 +233,7 @@ def test_a_prompt_shorter_than_a_block_is_too_short(side: Side) -> None:
 
 
 def test_too_many_lookups_is_too_busy(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side.core._lookups, "submit", lambda *_: None)
+    monkeypatch.setattr(Lookups, "submit", lambda *_: None)
     request = prompt(2)
     assert side.match(request) == 0
     assert why(explain(side, request)).reason is MissReason.TOO_BUSY
@@ -294,11 +296,20 @@ def test_a_store_that_hangs_when_asked_holds_up_no_lookup_and_no_step(
     hold.release()
 
 
-def test_only_so_many_questions_are_asked_in_a_time(side: Side, store: MemoryBlockStore) -> None:
+@pytest.fixture
+def clocked(store: MemoryBlockStore) -> Iterator[tuple[Side, Clock]]:
+    clock = Clock()
+    side = Side(store, clock=clock)
+    yield side, clock
+    side.core.close()
+
+
+def test_only_so_many_questions_are_asked_in_a_time(
+    clocked: tuple[Side, Clock], store: MemoryBlockStore
+) -> None:
     asked: list[None] = []
     store.on_why = lambda: asked.append(None)
-    history = side.core._history
-    history._clock = Clock()
+    side, _ = clocked
     requests = [prompt(1, seed=i) for i in range(EXPLAIN_QUESTIONS_MAX + 10)]
     for request in requests:
         assert side.match(request) == 0
@@ -349,10 +360,12 @@ def test_events_of_one_request_are_the_last_so_many_and_each_is_told_once(side: 
     assert len(explain(side, request).events) == EXPLAIN_EVENTS_MAX
 
 
-def test_a_line_for_each_request_that_got_less_and_only_so_many_in_a_time(side: Side) -> None:
+def test_a_line_for_each_request_that_got_less_and_only_so_many_in_a_time(
+    clocked: tuple[Side, Clock],
+) -> None:
     lines: list[str] = []
+    side, clock = clocked
     side.core.say_with(lines.append)
-    clock = side.core._history._clock = Clock()
     hit = prompt(1, seed=9999)
     side.put(hit, 1)
     load(side, hit)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -32,11 +34,14 @@ class Counted(KVConnectorBase_V1):
     ended: ClassVar[int] = 0
     make_takes_s: ClassVar[float] = 0.0
     shutdown_raises: ClassVar[bool] = False
+    meanwhile: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         assert role is KVConnectorRole.WORKER, "a process's connector is the worker's"
         super().__init__(vllm_config, role, kv_cache_config)
         time.sleep(self.make_takes_s)
+        for call in self.meanwhile:
+            call()
         self.made.append((self._kv_transfer_config, vllm_config.engine_info))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
@@ -60,12 +65,14 @@ ENGINE, OTHER = EngineInfo(rank=1), EngineInfo(rank=2)
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_group", state._Group())
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Counted, "made", [])
     monkeypatch.setattr(Counted, "ended", 0)
     monkeypatch.setattr(Counted, "make_takes_s", 0.0)
     monkeypatch.setattr(Counted, "shutdown_raises", False)
+    yield
+    with contextlib.suppress(RuntimeError):
+        ensure_kv_transfer_shutdown()
 
 
 def config(**changes: Any) -> KVTransferConfig:
@@ -150,27 +157,42 @@ def test_connector_that_cannot_be_made_leaves_none() -> None:
     assert has_kv_transfer_group()
 
 
+@contextlib.contextmanager
+def in_the_making() -> Iterator[None]:
+    """Have another thread make the connector meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+    Counted.meanwhile[:] = [begun.set, lambda: go_on.wait(30)]
+    other = threading.Thread(target=ensure_kv_transfer_initialized, args=(config(), ENGINE))
+    other.start()
+    assert begun.wait(30)
+    try:
+        yield
+    finally:
+        Counted.meanwhile.clear()
+        go_on.set()
+        other.join()
+
+
 def test_wait_for_another_thread_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "GROUP_WAIT_S", 0.02)
-    other = threading.Thread(target=state._group.lock.acquire)
-    other.start()
-    other.join()
-    with pytest.raises(DeadlineError):
-        ensure_kv_transfer_initialized(config(), ENGINE)
-    with pytest.raises(DeadlineError):
-        ensure_kv_transfer_shutdown()
+    with in_the_making():
+        with pytest.raises(DeadlineError):
+            ensure_kv_transfer_initialized(config(), ENGINE)
+        with pytest.raises(DeadlineError):
+            ensure_kv_transfer_shutdown()
 
 
-def test_forked_process_has_no_connector_and_no_held_lock() -> None:
-    ensure_kv_transfer_initialized(config(), ENGINE)
+def test_forked_process_has_no_connector_and_no_held_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "GROUP_WAIT_S", 1.0)
 
     def has_none() -> bool:
         ensure_kv_transfer_shutdown()
         return not has_kv_transfer_group()
 
-    with state._group.lock:
+    with in_the_making():
         assert holds_in_child(has_none)
     assert has_kv_transfer_group()
+    assert holds_in_child(has_none)
 
 
 def test_anything_else_is_no_connector() -> None:
@@ -179,7 +201,7 @@ def test_anything_else_is_no_connector() -> None:
     assert not is_v1_kv_transfer_group("KVStoreConnector")
 
 
-def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it():
+def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it(monkeypatch: pytest.MonkeyPatch):
     """A handler of signals raises just then: others would wait out their time for ever after."""
     group = state._group
     lock = group.lock
@@ -196,11 +218,12 @@ def test_who_is_interrupted_when_its_turn_comes_does_not_keep_it():
     with pytest.raises(KeyboardInterrupt):
         state.ensure_kv_transfer_shutdown()
     group.lock = lock
-    free = []
-    other = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+    monkeypatch.setattr(state, "GROUP_WAIT_S", 1.0)
+    ended = []
+    other = threading.Thread(target=lambda: ended.append(ensure_kv_transfer_shutdown()))
     other.start()
     other.join()
-    assert free == [True]
+    assert ended == [None]
 
 
 def test_the_layout_that_the_kv_must_have_is_the_connectors(

@@ -66,15 +66,17 @@ def test_a_handler_amid_the_copy_ends_nothing_and_waits_for_nothing() -> None:
 
 
 class Interrupting:
-    """A lock; the signal arrives just when it was got."""
+    """A lock; once it `interrupts`, the signal arrives just when it was got."""
 
     def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
         self._lock = lock
+        self.interrupts = True
 
     def acquire(self, *args: float, **options: float) -> bool:
-        assert self._lock.acquire(*args, **options)  # type: ignore[attr-defined]
-        signal.raise_signal(signal.SIGUSR1)
-        return True
+        got: bool = self._lock.acquire(*args, **options)  # type: ignore[attr-defined]
+        if self.interrupts:
+            signal.raise_signal(signal.SIGUSR1)
+        return got
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._lock, name)
@@ -87,14 +89,15 @@ def copy(guard: CopyGuard) -> None:
 
 @pytest.mark.parametrize("call", [copy, CopyGuard.try_end, lambda guard: guard.end(1.0)])
 def test_who_is_interrupted_when_it_gets_the_guard_does_not_keep_it(
-    call: Callable[[CopyGuard], object],
+    call: Callable[[CopyGuard], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard = CopyGuard()
-    lock = guard._lock
-    guard._lock = Interrupting(lock)  # type: ignore[assignment]
+    lock = Interrupting(threading.RLock())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "RLock", lambda: lock)
+        guard = CopyGuard()
     with raising_handler(), pytest.raises(SignalledError):
         call(guard)
-    guard._lock = lock
+    lock.interrupts = False
     assert not guard.ended
     assert in_another_thread(guard.try_end)
 

@@ -71,9 +71,9 @@ class Engine:
         wait_for(lambda: enough(self.step()), what)
 
     def save(self) -> None:
-        shape = self.scheduler._layout.groups[0].namespaces[0]
+        layout = self.scheduler._layout
         hashes = prompt(BLOCKS).block_hashes
-        keys = shape.engine_keys(hashes, self.scheduler._layout.hashes_per_key)
+        keys = layout.groups[0].namespaces[0].engine_keys(hashes, layout.hashes_per_key)
         job = save_job(BLOCKS)
         blocks = [b._replace(keys=(k,)) for b, k in zip(job.blocks, keys, strict=True)]
         self.worker.start_saves([job._replace(blocks=tuple(blocks))])

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from threads_at_once import at_once
 from kvstore.circuit_breaker import Breaker
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.base import KeyRecord
+from kvstore.index.redis import cluster
 from kvstore.index.redis.cluster import ClusterRoute
 from kvstore.index.redis.index import RedisIndex, open_index
 from kvstore.index.redis.key_space import KeySpace, command
@@ -35,18 +36,6 @@ IDS = range(1, 100)
 
 SPACE = KeySpace("kv:default")
 """What is in Redis under the prefix that an index has by default."""
-
-
-def route_of(index: RedisIndex) -> ClusterRoute:
-    """By which it looks up."""
-    route = index._read
-    assert isinstance(route, ClusterRoute)
-    return route
-
-
-def has_map(route: ClusterRoute, ranges: list[tuple[int, int, tuple[str, int]]]) -> None:
-    """As if the cluster had told it that."""
-    route._owner = route._use(ranges)
 
 
 def test_a_shard_that_refuses_the_password_is_away_like_any_other(
@@ -70,40 +59,53 @@ def test_a_shard_that_refuses_the_password_is_away_like_any_other(
         index.incarnation()
 
 
-@pytest.fixture
-def says() -> Iterator[tuple[int, list[bytes]]]:
-    """A port, and what is answered there to all that is not about slots."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    said = [b""]
-    slots = b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (SLOTS_MAX, port)
+def slots_of(*ranges: tuple[int, int, int]) -> bytes:
+    """Return a map of the cluster: (first, last, port)."""
+    rows = b"".join(b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % row for row in ranges)
+    return b"*%d\r\n%s" % (len(ranges), rows)
 
-    def serve(peer: socket.socket) -> None:
-        with peer, suppress(OSError):
-            while asked := peer.recv(1 << 16):
-                peer.sendall(slots if asked == command(b"CLUSTER", b"SLOTS") else said[0])
 
-    def accept() -> None:
+class Says:
+    """A server that answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.slots = slots_of((0, SLOTS_MAX, self.port))
+        self.answer = b""
+        """To all that is not about slots."""
+        self.before_slots: Callable[[], object] = lambda: None
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
         with suppress(OSError):
             while True:
-                peer, _ = listener.accept()
-                threading.Thread(target=serve, args=(peer,), daemon=True).start()
+                peer, _ = self.listener.accept()
+                threading.Thread(target=self.serve, args=(peer,), daemon=True).start()
 
-    threading.Thread(target=accept, daemon=True).start()
-    with listener:
-        yield port, said
+    def serve(self, peer: socket.socket) -> None:
+        with peer, suppress(OSError):
+            while asked := peer.recv(1 << 16):
+                about_slots = asked == command(b"CLUSTER", b"SLOTS")
+                if about_slots:
+                    self.before_slots()
+                peer.sendall(self.slots if about_slots else self.answer)
+
+    def index(self) -> closing[RedisIndex]:
+        return closing(open_index(f"redis+cluster://127.0.0.1:{self.port}", timeout_s=5))
+
+
+@pytest.fixture
+def says() -> Iterator[Says]:
+    says = Says()
+    with says.listener:
+        yield says
 
 
 @pytest.mark.parametrize("word", [b"ASK ", b"ASK 1", b"ASK 1 there", b"ASK 1 there:x", b"MOVED 1"])
-def test_a_redirection_that_names_no_shard_is_an_unavailable_index(
-    says: tuple[int, list[bytes]], word: bytes
-) -> None:
-    port, said = says
-    said[0] = b"-%s\r\n" % word
-    with (
-        closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index,
-        pytest.raises(IndexUnavailableError),
-    ):
+def test_a_redirection_that_names_no_shard_is_an_unavailable_index(says: Says, word: bytes) -> None:
+    says.answer = b"-%s\r\n" % word
+    with says.index() as index, pytest.raises(IndexUnavailableError):
         index.lookup(KEYS[:1])
 
 
@@ -111,11 +113,11 @@ def test_a_shard_that_leaves_the_map_while_another_thread_asks_it_is_away(
     redis_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_index(redis_cluster.url, timeout_s=5)) as index:
-        route = route_of(index)
         assert index.lookup(KEYS)
-        ask = ClusterRoute._ask
+        ask, routes = ClusterRoute._ask, []
 
         def leaves(route, *args, **options):
+            routes.append(route)
             left = [("127.0.0.1", node.port) for node in redis_cluster.nodes[1:]]
             route._use([(0, 8000, left[0]), (8001, SLOTS_MAX, left[1])])
             return ask(route, *args, **options)
@@ -124,7 +126,7 @@ def test_a_shard_that_leaves_the_map_while_another_thread_asks_it_is_away(
         with suppress(IndexUnavailableError):
             index.lookup(KEYS)
         monkeypatch.undo()
-        route.mistaken()
+        routes[0].mistaken()
         assert len(index.lookup(KEYS)) == len(KEYS)
 
 
@@ -132,8 +134,6 @@ def test_a_shard_that_comes_between_two_looks_at_the_map_is_in_the_incarnation(
     redis_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_index(redis_cluster.url, timeout_s=5, publish_timeout_s=5)) as index:
-        route = index._write
-        assert isinstance(route, ClusterRoute)
         whole = index.incarnation()
         ports = [("127.0.0.1", node.port) for node in redis_cluster.nodes]
         maps = iter([[(0, SLOTS_MAX, ports[0])]])
@@ -144,7 +144,7 @@ def test_a_shard_that_comes_between_two_looks_at_the_map_is_in_the_incarnation(
             if ranges is None:
                 route.mistaken()
             else:
-                has_map(route, ranges)
+                route._owner = route._use(ranges)
             return shards(route)
 
         monkeypatch.setattr(ClusterRoute, "shards", changing)
@@ -156,7 +156,7 @@ def test_a_shard_that_comes_between_two_looks_at_the_map_is_in_the_incarnation(
 class Unlocked(Breaker):
     """One whose state two threads must never be at, at the same time."""
 
-    __slots__ = ("at_once", "inside", "most")
+    __slots__ = ("inside", "most")
 
     def __init__(self) -> None:
         super().__init__(failures_max=1)
@@ -177,19 +177,19 @@ class Unlocked(Breaker):
         super().failed(now, hung=hung)
 
 
-def test_threads_that_ask_one_shard_judge_it_one_after_the_other() -> None:
+def test_threads_that_ask_one_shard_judge_it_one_after_the_other(
+    says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else two are its one probe, or two probes' failures double its delay twice."""
     with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
         port = nobody.getsockname()[1]
-    with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
-        route = route_of(index)
-        has_map(route, [(0, SLOTS_MAX, ("127.0.0.1", port))])
-        owner, breaker = route._owner, Unlocked()
-        route._away = dict.fromkeys(route._away, breaker)
+    says.slots = slots_of((0, SLOTS_MAX, port))
+    breaker = Unlocked()
+    monkeypatch.setattr(cluster, "Breaker", lambda: breaker)
+    with says.index() as index:
 
         def ask() -> None:
             for _ in range(3):
-                route._owner = owner
                 with suppress(IndexUnavailableError):
                     index.lookup(KEYS[:1])
 
@@ -197,21 +197,19 @@ def test_threads_that_ask_one_shard_judge_it_one_after_the_other() -> None:
         assert breaker.most == 1
 
 
-def test_a_child_that_is_forked_while_the_map_is_fetched_can_fetch_one(
-    says: tuple[int, list[bytes]],
-) -> None:
+def test_a_child_that_is_forked_while_the_map_is_fetched_can_fetch_one(says: Says) -> None:
     """The thread that had the lock has not come along."""
-    port, said = says
-    said[0] = b"*1\r\n$-1\r\n"
+    says.answer = b"*1\r\n$-1\r\n"
     held, done = threading.Event(), threading.Event()
 
-    def hold(route: ClusterRoute) -> None:
-        with route._lock:
+    def first_waits() -> None:
+        if not held.is_set():
             held.set()
             done.wait(10)
 
-    with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
-        thread = threading.Thread(target=hold, args=(route_of(index),))
+    says.before_slots = first_waits
+    with says.index() as index:
+        thread = threading.Thread(target=index.lookup, args=(KEYS[:1],))
         thread.start()
         assert held.wait(10)
         answered = holds_in_child(lambda: index.lookup(KEYS[:1]) == [None])
@@ -220,18 +218,13 @@ def test_a_child_that_is_forked_while_the_map_is_fetched_can_fetch_one(
         assert answered
 
 
-def test_a_shard_that_a_slot_is_on_its_way_to_is_away_like_any_other(
-    says: tuple[int, list[bytes]],
-) -> None:
-    port, said = says
-    with closing(open_index(f"redis+cluster://127.0.0.1:{port}", timeout_s=5)) as index:
-        route = route_of(index)
-        with closing(socket.create_server(("127.0.0.1", 0))) as other:
-            nobody = other.getsockname()[1]
-        slots = [(0, 8000, ("127.0.0.1", port)), (8001, SLOTS_MAX, ("127.0.0.1", nobody))]
-        has_map(route, slots)
+def test_a_shard_that_a_slot_is_on_its_way_to_is_away_like_any_other(says: Says) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        nobody = other.getsockname()[1]
+    says.slots = slots_of((0, 8000, says.port), (8001, SLOTS_MAX, nobody))
+    says.answer = b"-ASK 1 127.0.0.1:%d\r\n" % nobody
+    with says.index() as index:
         here = [key for key in KEYS if SPACE.slot(key) <= 8000]
-        said[0] = b"-ASK 1 127.0.0.1:%d\r\n" % nobody
         assert index.lookup(here[:1]) == [None]
 
 

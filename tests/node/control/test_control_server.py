@@ -25,6 +25,7 @@ from kvstore.node.control.turns import MESSAGE_ITEMS, TURN_ITEMS, Turns
 from kvstore.nodedir import NodeDir
 from kvstore.protocol import control_events
 from kvstore.protocol.control import Op, packed
+from kvstore.protocol.control import unpacker as unpacker_of_answers
 from kvstore.types import KEY_BYTES
 
 LONG_MS = 20_000
@@ -335,10 +336,12 @@ def test_all_that_came_in_one_piece_is_answered_in_its_order(node: NodeThread) -
         connection = socket_of(greedy)
         connection.sendall(b"".join(packed([Op.STAT, REQUEST + i]) for i in range(SENT)))
         seen: list[int] = []
+        unpacker = unpacker_of_answers()
         while len(seen) < SENT:
             data = connection.recv(1 << 16)
             assert data
-            seen += [number for number, _, _ in greedy._messages(data)]
+            unpacker.feed(data)
+            seen += [number for number, _, _ in unpacker]
         assert seen == list(range(REQUEST, REQUEST + SENT))
 
 

@@ -59,8 +59,8 @@ def served(request, tmp_path):
     place, security = place_with(tmp_path, files, limits=limits)
     others = []
 
-    def another():
-        others.append(StreamTransport(security))
+    def another(**changes):
+        others.append(StreamTransport(dataclasses.replace(security, **changes)))
         return others[-1]
 
     yield place, another
@@ -414,10 +414,7 @@ def test_who_does_not_know_the_secret_pushes_nobody_out(served, monkeypatch):
     for transport in clients:
         assert read_by(place, transport, block).read is Read.HIT
     for _ in range(FEW):
-        stranger = another()
-        stranger._security = dataclasses.replace(
-            stranger._security, secret=b"another secret, as long"
-        )
+        stranger = another(secret=b"another secret, as long")
         assert "secret" in read_by(place, stranger, block).reason
     assert not any(transport.hung_up(place.word) for transport in clients)
 

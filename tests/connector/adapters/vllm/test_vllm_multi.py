@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.transfer import multi
-from connector.transfer.base_v1 import KVConnectorTransferResults
+from connector.transfer.base_v1 import KVConnectorRole, KVConnectorTransferResults
 
 pytestmark = pytest.mark.vllm
 
@@ -47,12 +47,12 @@ def theirs_over(kids: list[Child]) -> Any:
 
 
 def ours_over(kids: list[Child]) -> Any:
-    made = object.__new__(multi.MultiConnector)
-    made.children = kids  # type: ignore[assignment]
-    made._loading, made._extra_saves, made._connector_metadata = {}, {}, None
     # Statistics go under the connector's name here, under its class's in vLLM.
-    made._names = ["Child"] * len(kids)
-    return made
+    named = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="Child"))
+    kinds = [(lambda *_, kid=kid: kid, named) for kid in kids]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(multi, "_kinds", lambda vllm_config: kinds)
+        return multi.MultiConnector(named, KVConnectorRole.SCHEDULER)
 
 
 CHILDREN = 3

@@ -100,6 +100,10 @@ class Engine:
         self.manager.complete_store(keys, request)
         self.until(self.idle)
 
+    def drop(self, keys: list[bytes]) -> None:
+        dropped = self.tier._store.writer.drop(self.tier._keys(keys))
+        assert dropped == [True] * len(keys)
+
     def idle(self) -> bool:
         self.manager._process_finished_jobs()
         return not self.manager._jobs
@@ -195,8 +199,7 @@ def test_what_either_of_the_store_and_vllms_own_tier_of_files_has_lost_comes_fro
     producer, consumer = make(behind=behind), make(behind=behind)
     keys, payloads = chunks(5)
     producer.offload(keys, payloads)
-    dropped = producer.tier._store.writer.drop(producer.tier._keys([*keys[:2], keys[4]]))
-    assert dropped == [True, True, True]
+    producer.drop([*keys[:2], keys[4]])
     files = list(tmp_path.rglob("*.bin"))
     assert len(files) == len(keys)
     for path in files:
@@ -276,7 +279,7 @@ def test_a_chunk_that_goes_while_it_is_copied_is_a_miss(
         scatter(*args)
         copied.append(args)
         if len(copied) == 2:
-            assert consumer.tier._store.writer.drop(consumer.tier._keys(keys[1:2])) == [True]
+            consumer.drop(keys[1:2])
 
     monkeypatch.setattr(tier, "scatter", one_goes)
     assert consumer.find(keys) == [payloads[0], None, payloads[2]]
