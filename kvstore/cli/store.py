@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -79,19 +79,11 @@ class LocalNode(NamedTuple):
     announcement: Announcement
     directory: NodeDir
 
-    @contextmanager
-    def asked(self) -> Iterator[ControlChannel]:
-        """A context with the node's control channel, which is closed at its end."""
-        channel = ControlChannel(
-            self.directory,
-            (self.announcement.node_id, self.announcement.epoch),
-            LIMITS.request_timeout_s,
-            lambda: ((), ()),
-        )
-        try:
-            yield channel
-        finally:
-            channel.close()
+    def asked(self) -> closing[ControlChannel]:
+        """Return a context with the node's control channel, which is closed at its end."""
+        node = (self.announcement.node_id, self.announcement.epoch)
+        timeout_s = LIMITS.request_timeout_s
+        return closing(ControlChannel(self.directory, node, timeout_s, lambda: ((), ())))
 
     def stats(self) -> dict[str, int | float]:
         """Return what the node counts. Raises `NodeUnavailableError` or `DeadlineError`."""

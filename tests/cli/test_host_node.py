@@ -4,6 +4,7 @@ the node: test_run.py."""
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +38,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def opened(run_dir: Path) -> None:
-    node = HostNode(URL, "kv:t", run_dir, [], {}, lambda line: None)
-    try:
+    with closing(HostNode(URL, "kv:t", run_dir, [], {}, lambda line: None)) as node:
         node.open(lambda: False, start)
-    finally:
-        node.close()
 
 
 @pytest.mark.parametrize(

@@ -323,13 +323,6 @@ def test_stats_count_what_happened(client):
     assert stats["node"]["blocks"] == 1
 
 
-def test_a_closed_client_says_so_and_may_be_closed_twice(node):
-    client = fresh(node)
-    client.put("k", b"1")
-    client.close()
-    client.close()
-
-
 def test_asyncio_has_the_same_calls(node):
     async def talk():
         async with AsyncClient(**node.client_options) as client:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -105,12 +106,9 @@ def test_a_client_names_it_in_what_it_answers(peer: Peer) -> None:
         assert missing is not None
         assert SAID in missing.detail
         assert client.get("k") is None
-    session = BlockSession(**peer.options)
-    try:
-        with pytest.raises(NodeUnavailableError, match=SAID):
-            session.reserve([bytes(32)], 1000, 1)
-    finally:
-        session.close()
+    refused = pytest.raises(NodeUnavailableError, match=SAID)
+    with closing(BlockSession(**peer.options)) as session, refused:
+        session.reserve([bytes(32)], 1000, 1)
 
 
 def test_the_command_line_names_it(peer: Peer, redis_server: RedisServer) -> None:
@@ -154,17 +152,17 @@ def test_a_block_in_it_is_out_of_reach_not_in_a_dead_node(
         assert SAID in missing.detail
 
 
+def ours(peer: Peer, redis: RedisServer, name: str) -> NodeProcess:
+    """Return a node of this version beside it."""
+    where = {"key_prefix": peer.key_prefix, "run_dir": peer.options["run_dir"]}
+    return NodeProcess(redis, size=4 * MIB, name=name, **where)
+
+
 def test_it_does_not_keep_a_node_of_ours_from_being_used(
-    peer: Peer, redis_server: RedisServer, run_dir: Path
+    peer: Peer, redis_server: RedisServer
 ) -> None:
     with (
-        NodeProcess(
-            redis_server,
-            size=4 * MIB,
-            key_prefix=peer.key_prefix,
-            run_dir=run_dir,
-            name="ours",
-        ),
+        ours(peer, redis_server, name="ours"),
         Client(**peer.options) as client,
     ):
         assert client.put("k", b"v")
@@ -175,21 +173,19 @@ def test_it_does_not_keep_a_node_of_ours_from_being_used(
 def test_one_that_differs_in_its_protocol_alone_says_both_versions(
     redis_server: RedisServer, run_dir: Path
 ) -> None:
-    peer = Peer(redis_server, run_dir, version=VERSION, layout=header.LAYOUT_VERSION)
-    try:
-        with Client(**peer.options) as client:
-            result = client.put("k", b"v")
-            assert not result
-            assert "this node speaks version 99" in result.reason
-    finally:
-        peer.close()
+    with (
+        closing(Peer(redis_server, run_dir, version=VERSION, layout=header.LAYOUT_VERSION)) as peer,
+        Client(**peer.options) as client,
+    ):
+        result = client.put("k", b"v")
+        assert not result
+        assert "this node speaks version 99" in result.reason
 
 
 def test_a_segment_of_another_layout_is_told_by_its_version(
     redis_server: RedisServer, run_dir: Path
 ) -> None:
-    peer = Peer(redis_server, run_dir, version=VERSION)
-    try:
+    with closing(Peer(redis_server, run_dir, version=VERSION)) as peer:
         word = peer.directory.announcement()
         assert word is not None
         with pytest.raises(
@@ -198,8 +194,6 @@ def test_a_segment_of_another_layout_is_told_by_its_version(
             AttachedShm(Path(word.data_path), Path(word.head_path))
         with Client(**peer.options) as client:
             assert "layout version 99" in client.put("k", b"v").reason
-    finally:
-        peer.close()
 
 
 def test_what_a_dead_one_left_waits_for_its_next_start_and_goes_with_it(
@@ -218,19 +212,13 @@ def test_what_a_dead_one_left_waits_for_its_next_start_and_goes_with_it(
 
 
 def test_a_node_of_ours_in_its_place_starts_empty_and_frees_what_it_left(
-    peer: Peer, redis_server: RedisServer, run_dir: Path
+    peer: Peer, redis_server: RedisServer
 ) -> None:
     files = peer.directory._segment_paths()
     peer.process.kill()
     peer.process.wait()
     with (
-        NodeProcess(
-            redis_server,
-            size=4 * MIB,
-            key_prefix=peer.key_prefix,
-            run_dir=run_dir,
-            name="b",
-        ),
+        ours(peer, redis_server, name="b"),
         Client(**peer.options) as client,
     ):
         assert not any(path.exists() for path in files)

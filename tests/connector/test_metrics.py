@@ -191,24 +191,6 @@ class TestTransfers:
         report = worker.until(lambda report: len(report.ended_saves) == 2)
         assert report.stored_blocks == {0: frozenset({0}), 1: frozenset({0})}
 
-    @pytest.mark.parametrize("reason", ["node-dead", "error", "no-store", "too-busy", "deadline"])
-    def test_a_save_that_is_given_up_is_counted_with_its_reason(
-        self, store: MemoryBlockStore, reason: str
-    ) -> None:
-        pytest.importorskip("torch")
-        clock = Clock()
-        worker = Worker(store, clock=clock)
-        hold = hinder(store, worker, reason)
-        worker.core.start_saves([save_job(2)])
-        if reason == "deadline":
-            hold.await_reached()
-            clock.now += 1000.0
-        report = worker.until(lambda report: bool(report.ended_saves))
-        hold.release()
-        assert report.stored_blocks == {0: frozenset()}
-        assert taken(worker.core.take_stats) == {f"dropped_saves:{reason}": 1}
-        worker.core.close()
-
     @pytest.mark.parametrize(
         "reason", ["load-failed", "error", "no-store", "too-busy", "deadline", "aborted"]
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -55,8 +56,7 @@ def requests(seed: int) -> list[tuple[FakeRequest, list[Tier], float]]:
 
 def run(link: Link | None, *, store: bool = True, absent: bool = False, seed: int = 1) -> Run:
     """Serve the requests; without a `link` the far tier is as fast as memory."""
-    engine = TimedEngine(TOKENS_PER_S)
-    try:
+    with closing(TimedEngine(TOKENS_PER_S)) as engine:
         if link is not None:
             engine.timed.links[FAR] = link
         engine.timed.absent = absent
@@ -72,8 +72,6 @@ def run(link: Link | None, *, store: bool = True, absent: bool = False, seed: in
                 run.best_s.append(best_s)
         run.failed_loads = engine.failed_loads
         return run
-    finally:
-        engine.close()
 
 
 def every(period_s: float, stall_s: float) -> list[tuple[float, float]]:

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 
 import pytest
 import redis
@@ -162,8 +163,7 @@ class SentinelFailover:
 
 
 def test_a_lost_shard_of_a_cluster_costs_its_own_keys_only_and_is_filled_again(started):
-    cluster = RedisCluster()
-    try:
+    with closing(RedisCluster()) as cluster:
         for server in cluster.nodes:  # the others answer while one is away
             server.admin().config_set("cluster-require-full-coverage", "no")
         node = started(cluster.url)
@@ -178,8 +178,6 @@ def test_a_lost_shard_of_a_cluster_costs_its_own_keys_only_and_is_filled_again(s
             assert 0 < there < len(VALUES)
             lost.start()
             wait_until(lambda: indexed(node) == len(VALUES), "every record is back", 60)
-    finally:
-        cluster.close()
 
 
 def test_a_redis_out_of_memory_loses_publications_and_no_bytes_and_is_told_later(started):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from redis_servers import RedisServer, wait_until
@@ -161,8 +162,7 @@ def test_a_writer_that_lived_through_it_writes_into_nobody_elses_slot():
 
 def test_a_reservation_of_the_former_start_keeps_its_slot_until_it_is_given_back(node):
     options = {k: v for k, v in node.client_options.items() if k != "url"}
-    session = BlockSession(node.redis.url, **options)
-    try:
+    with closing(BlockSession(node.redis.url, **options)) as session:
         keys = [NS.value_key(f"r{i}") for i in range(3)]
         one, two, three = session.reserve(keys, 50_000, NS.id)
         restarted(node)
@@ -175,8 +175,6 @@ def test_a_reservation_of_the_former_start_keeps_its_slot_until_it_is_given_back
         assert stats(node)["quarantined"] == 3
         session.abort([three])
         wait_until(lambda: stats(node)["quarantined"] == 0, "all are given back", SOON_S)
-    finally:
-        session.close()
 
 
 def test_a_pinned_view_keeps_its_bytes_over_a_restart_and_under_pressure():

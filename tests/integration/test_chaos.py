@@ -5,6 +5,7 @@ import itertools
 import signal
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import synthetic
@@ -108,8 +109,7 @@ def test_an_answer_counts_under_the_fault_it_meets():
 
 
 def test_redis_is_up_once_it_answers_whatever_sockets_lie_about(tmp_path):
-    store = chaos.Store(tmp_path)
-    try:
+    with closing(chaos.Store(tmp_path)) as store:
         up, server = redis_up(store.socket), store.services["redis"]
         assert up(server)
         store.end("redis", signal.SIGKILL)
@@ -117,8 +117,6 @@ def test_redis_is_up_once_it_answers_whatever_sockets_lie_about(tmp_path):
         assert not up(server)
         store.start("redis")
         assert up(server)
-    finally:
-        store.close()
 
 
 @pytest.mark.long
@@ -233,8 +231,7 @@ def test_a_request_that_is_given_up_in_its_save_changes_no_answer(hosts, monkeyp
 
 def test_a_neighbour_that_reads_one_wrong_byte_is_noticed(hosts):
     store, *_ = hosts
-    neighbours = store.neighbours(1)
-    try:
+    with closing(store.neighbours(1)) as neighbours:
         wait_until(lambda: neighbours.summary()["hits"], "they read what they wrote", 30)
         assert neighbours.summary()["wrong"] == []
         with Client(store.url, run_dir=store.run_dir, key_prefix=chaos.KEY_PREFIX) as liar:
@@ -247,5 +244,3 @@ def test_a_neighbour_that_reads_one_wrong_byte_is_noticed(hosts):
                 return "read wrong bytes" in neighbours.summary()["wrong"]
 
             wait_until(noticed, "somebody reads it", 30)
-    finally:
-        neighbours.close()

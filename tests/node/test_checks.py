@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -140,13 +141,10 @@ def test_a_turn_goes_on_while_anything_of_its_bytes_is_left() -> None:
 
 
 def test_a_checksum_in_steps_is_that_of_the_whole(tmp_path: Path) -> None:
-    owned = OwnedShm(tmp_path / "s", Superblock(7, 1, 0, 128 << 10))
-    try:
+    with closing(OwnedShm(tmp_path / "s", Superblock(7, 1, 0, 128 << 10))) as owned:
         data_of(owned)[: 100 * KIB] = bytes(range(256)) * (100 * KIB // 256)
         for length in (1, KIB, 3 * KIB, 10 * KIB + 1):
             *before, last = owned.checksum_steps(5, length, KIB)
             assert before == [None] * ((length - 1) // KIB)
             assert last == owned.checksum(5, length)
             assert last == xxhash.xxh3_64_intdigest(bytes(data_of(owned)[5 : 5 + length]))
-    finally:
-        owned.close()

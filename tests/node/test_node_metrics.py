@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -61,13 +61,10 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def ask(node: Node, path: str, method: str = "GET") -> tuple[int, str]:
     """Status and body."""
-    connection = http.client.HTTPConnection(HOST, metrics_of(node).port, timeout=10)
-    try:
+    with closing(http.client.HTTPConnection(HOST, metrics_of(node).port, timeout=10)) as connection:
         connection.request(method, path)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
-    finally:
-        connection.close()
 
 
 def told(node: Node) -> dict[str, float]:

@@ -77,12 +77,6 @@ def test_a_question_and_an_introduction_survive_the_wire():
     assert event.namespace.fields == SPACE.fields
 
 
-@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:.-0123eE\\u aNIf').map(str.encode))
-def test_any_fields_are_a_namespace_or_a_usage_error(raw):
-    with contextlib.suppress(UsageError):
-        decode(1, [Op.NAMESPACE, 0, 5, raw])
-
-
 @given(
     st.dictionaries(
         st.text(), st.none() | st.booleans() | st.integers() | st.floats() | st.text(), max_size=5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from contextlib import closing
 
 from kvstore.cli.checks.base import Context, Finding, Level
 from kvstore.cli.options import no_password
@@ -65,16 +66,13 @@ def _named(url: str, key_prefix: str) -> list[Finding]:
 
 
 def _latency(url: str, key_prefix: str, where: str) -> Finding:
-    index = open_index(url, key_prefix=key_prefix, timeout_s=TIMEOUT_S)
-    try:
+    with closing(open_index(url, key_prefix=key_prefix, timeout_s=TIMEOUT_S)) as index:
         index.ping()  # connects
         times_s = []
         for _ in range(PINGS):
             started = time.perf_counter()
             index.ping()
             times_s.append(time.perf_counter() - started)
-    finally:
-        index.close()
     median_s = statistics.median(times_s)
     found = f"{where} answers in {median_s * 1e3:.2f} ms (median of {PINGS} pings)"
     if median_s > SLOW_PING_S:

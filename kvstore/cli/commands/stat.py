@@ -6,7 +6,7 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -136,11 +136,8 @@ def collect(url: str, key_prefix: str, run_dir: Path) -> Shown:
 
 
 def _announced(url: str, key_prefix: str) -> tuple[dict[int, Announcement], list[Stranger]]:
-    index = open_index(url, key_prefix=key_prefix, timeout_s=LIMITS.redis_timeout_s)
-    try:
+    with closing(open_index(url, key_prefix=key_prefix, timeout_s=LIMITS.redis_timeout_s)) as index:
         said = index.nodes()
-    finally:
-        index.close()
     words = {node_id: Announcement.unpack(raw) for node_id, raw in said.items()}
     others = [other for raw in said.values() if (other := stranger(raw)) is not None]
     return {

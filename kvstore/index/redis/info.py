@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from kvstore.errors import IndexUnavailableError
 from kvstore.index.redis.connection import ErrorReply, Reply
 from kvstore.index.redis.index import open_route
@@ -15,15 +17,12 @@ def server_info(url: str, timeout_s: float) -> list[dict[str, str]]:
     Raises `UsageError` for a bad URL, `IndexUnavailableError` for a server that does not answer in
     time or may not be asked.
     """
-    route = open_route(parse_url(url), timeout_s=timeout_s, links_max=1)
-    try:
+    with closing(open_route(parse_url(url), timeout_s=timeout_s, links_max=1)) as route:
         found = []
         for shard in route.shards():
             (reply,) = shard.links.run(command(b"INFO"), 1)
             found.append(_fields(reply))
         return found
-    finally:
-        route.close()
 
 
 def _fields(reply: Reply) -> dict[str, str]:

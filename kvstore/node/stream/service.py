@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import xxhash
@@ -393,11 +394,8 @@ class StreamService:
             if isinstance(event, Suspect):
                 self._look_at(event.keys)
             return
-        session = self._inside.open()
-        try:
+        with closing(self._inside.open()) as session:
             body = self._ask(session, event, deadline)
-        finally:
-            session.close()
         channel.send_frame(pack_answers([encoded(body)]), deadline)
 
     def _look_at(self, keys: Sequence[Key]) -> None:

@@ -10,12 +10,11 @@ import signal
 import time
 from dataclasses import replace
 
-import pytest
 from explain_parts import BLOCK_TOKENS, TOKENS, fresh, save, why
 from redis_servers import RedisServer, wait_until
 from stores import PATIENT, NodeProcess
 
-from kvstore import Client, Explanation, Limits, MissReason, UsageError
+from kvstore import Client, Explanation, Limits, MissReason
 from kvstore.index.redis.key_space import KeySpace
 from kvstore.record import pack_record
 from kvstore.types import Location
@@ -149,10 +148,3 @@ def test_without_a_node_nobody_can_say(redis_server, tmp_path):
         assert missing is not None
         assert missing.reason is MissReason.ABSENT
         assert "there is no node to ask" in missing.detail
-
-
-def test_a_closed_client_says_so(node):
-    client = fresh(node)
-    client.close()
-    with pytest.raises(UsageError, match="was closed"):
-        client.explain(TOKENS)

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,11 +102,8 @@ def client_of(node: NodeThread) -> Client:
 
 
 def stats(node: NodeThread) -> Any:
-    session = session_of(node)
-    try:
+    with closing(session_of(node)) as session:
         return session.writer.stats()
-    finally:
-        session.close()
 
 
 def test_who_has_the_keys_reads_encrypted_blocks_of_his_host_and_others_by_stream(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,8 @@ def test_a_prefix_is_found_while_the_index_is_away_and_by_it_while_a_node_is(
         )
         silent = Residency([place, f"ipc://{tmp_path}/nobody"])
         wait_until(lambda: silent.blocks() == 3, "one of two is heard", SOON_S)
-        prefixes = known(Prefixes(locator, silent))
-        try:
+        with closing(known(Prefixes(locator, silent))) as prefixes:
             return await prefixes.find("m", TOKENS)
-        finally:
-            prefixes.close()
 
     by_index = asyncio.run(found_by_index())
     assert (by_index.blocks, by_index.held) == (found.blocks, found.held)

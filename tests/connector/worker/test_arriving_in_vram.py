@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -240,34 +241,29 @@ def test_blocks_go_from_the_wire_to_vram_and_from_there_into_the_engine(
 def test_what_a_step_loads_layer_by_layer_arrives_there_too(
     one: Worker, node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    consumer = Consumer(node, tmp_path, monkeypatch, LayerwiseWorker)
-    try:
+    with closing(Consumer(node, tmp_path, monkeypatch, LayerwiseWorker)) as consumer:
         consumer.until_in_vram()
         assert len(consumer.landed()) == BLOCKS * len(consumer.worker.kv)
         assert consumer.has(one)
-    finally:
-        consumer.close()
 
 
 def test_a_device_without_room_to_land_loads_through_host_memory(
     one: Worker, node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    consumer = Consumer(node, tmp_path, monkeypatch, capacity_bytes=LOAD_STAGING_BYTES - 1)
-    try:
+    with closing(
+        Consumer(node, tmp_path, monkeypatch, capacity_bytes=LOAD_STAGING_BYTES - 1)
+    ) as consumer:
         assert consumer.load().invalid_block_ids == set()
         assert consumer.landed() == [False] * BLOCKS
         assert consumer.has(one)
         assert "no room" in consumer.session.why_not_to_vram
-    finally:
-        consumer.close()
 
 
 def test_a_device_without_room_for_the_arena_loads_through_host_memory(
     one: Worker, node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = LOAD_STAGING_BYTES + ARENA_BYTES - 1
-    consumer = Consumer(node, tmp_path, monkeypatch, capacity_bytes=room)
-    try:
+    with closing(Consumer(node, tmp_path, monkeypatch, capacity_bytes=room)) as consumer:
 
         def by_nixl() -> bool:
             assert consumer.load().invalid_block_ids == set()
@@ -277,8 +273,6 @@ def test_a_device_without_room_for_the_arena_loads_through_host_memory(
         assert consumer.landed() == [False] * BLOCKS
         assert consumer.has(one)
         assert "no room" in consumer.session.why_not_to_vram
-    finally:
-        consumer.close()
 
 
 def test_a_nixl_that_cannot_register_vram_loads_through_host_memory(

@@ -21,6 +21,7 @@ from connector_parts import (
 
 from connector.messages import SaveJob
 from connector.worker.layerwise_worker import LayerwiseWorker
+from connector.worker.worker import WorkerCore
 from kvstore.testing.blockstore import MemoryBlockStore
 
 pytest.importorskip("torch")
@@ -110,18 +111,21 @@ def test_durations_are_from_the_end_of_the_forward_and_until_the_last_layer_is_i
     worker.core.close()
 
 
-@pytest.mark.parametrize(
-    "reason", ["node-dead", "error", "no-store", "too-busy", "deadline", "incomplete"]
-)
+REASONS = ("node-dead", "error", "no-store", "too-busy", "deadline")
+GIVEN_UP = [(kind, reason) for kind in (WorkerCore, LayerwiseWorker) for reason in REASONS]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [*GIVEN_UP, (LayerwiseWorker, "incomplete")])
 def test_a_save_that_is_given_up_is_counted_with_its_reason(
-    store: MemoryBlockStore, reason: str
+    store: MemoryBlockStore, reason: str, kind: type[WorkerCore]
 ) -> None:
     clock = Clock()
-    worker = Worker(store, clock=clock, kind=LayerwiseWorker)
+    worker = Worker(store, clock=clock, kind=kind)
     hold = hinder(store, worker, reason)
     jobs = [save_job(2)]
-    for name in LAYERS[:1] if reason == "incomplete" else LAYERS:
-        worker.core.layer_written(name, jobs)
+    if isinstance(worker.core, LayerwiseWorker):
+        for name in LAYERS[:1] if reason == "incomplete" else LAYERS:
+            worker.core.layer_written(name, jobs)
     worker.core.start_saves(jobs)
     if reason == "deadline":
         hold.await_reached()

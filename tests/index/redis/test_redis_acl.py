@@ -130,11 +130,8 @@ class Monitor:
 def a_node(url: str, run_dir: Path) -> Iterator[Node]:
     config = NodeConfig(run_dir=run_dir, key_prefix=TENANT, size_bytes=4 * MIB, limits=PATIENT)
     opened = open_guarded(url, key_prefix=TENANT, run_dir=run_dir, limits=PATIENT)
-    try:
-        with Node(config, opened.index) as node:
-            yield node
-    finally:
-        opened.close()
+    with closing(opened), Node(config, opened.index) as node:
+        yield node
 
 
 def run_everything(where: str, servers: list[RedisServer], monitor: Monitor, run_dir: Path) -> None:
@@ -178,15 +175,12 @@ def test_a_client_and_a_node_send_what_their_profiles_list(
 
 
 def test_on_a_cluster_too(tmp_path: Path) -> None:
-    cluster = RedisCluster()
-    try:
+    with closing(RedisCluster()) as cluster:
         for server in cluster.nodes:
             add_users(server)
         monitor = Monitor(cluster.nodes)
         run_everything(cluster.url, cluster.nodes, monitor, tmp_path)
         monitor.close()
-    finally:
-        cluster.close()
     for role in (AclRole.CLIENT, AclRole.NODE):
         # ASKING is for slots that move, SELECT for a db that a cluster does not have. MONITOR
         # does not show CLUSTER SLOTS, without which nothing above would have worked.

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 from contract.index import every_call
@@ -274,8 +275,7 @@ def test_after_close_calls_say_so(server: RedisServer) -> None:
 
 
 def test_a_cluster_with_a_hanging_shard_answers_for_the_others() -> None:
-    cluster = RedisCluster()
-    try:
+    with closing(RedisCluster()) as cluster:
         for server in cluster.nodes:
             server.admin().config_set("cluster-require-full-coverage", "no")
         index = open_index(cluster.url, timeout_s=0.5, publish_timeout_s=5)
@@ -297,8 +297,6 @@ def test_a_cluster_with_a_hanging_shard_answers_for_the_others() -> None:
             index.ping()
         wait_until(lambda: index.lookup(keys).count(None) == 0, "the shard is asked again")
         index.close()
-    finally:
-        cluster.close()
 
 
 def test_slots_that_move_to_another_shard_are_followed(redis_cluster: RedisCluster) -> None:
@@ -367,8 +365,7 @@ def test_opening_an_index_connects_to_nothing() -> None:
 
 
 def test_a_shard_that_is_away_changes_no_incarnation_until_it_is_back_without_its_keys() -> None:
-    cluster = RedisCluster()
-    try:
+    with closing(RedisCluster()) as cluster:
         for server in cluster.nodes:
             server.admin().config_set("cluster-require-full-coverage", "no")
         index = open_index(cluster.url, timeout_s=5, publish_timeout_s=5)
@@ -378,13 +375,10 @@ def test_a_shard_that_is_away_changes_no_incarnation_until_it_is_back_without_it
         cluster.nodes[1].start()
         wait_until(lambda: index.incarnation() != before, "the shard's new incarnation")
         index.close()
-    finally:
-        cluster.close()
 
 
 def test_a_cluster_without_any_shard_is_unavailable() -> None:
-    cluster = RedisCluster()
-    try:
+    with closing(RedisCluster()) as cluster:
         index = open_index(cluster.url, timeout_s=2, publish_timeout_s=2)
         index.publish(RECORDS)
         for server in cluster.nodes:
@@ -401,5 +395,3 @@ def test_a_cluster_without_any_shard_is_unavailable() -> None:
         with pytest.raises(IndexUnavailableError):
             index.ping()
         index.close()
-    finally:
-        cluster.close()

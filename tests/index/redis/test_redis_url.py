@@ -133,15 +133,6 @@ def test_whatever_is_in_a_password_is_not_shown(rest: str) -> None:
     assert "hunter2" not in redacted(f"redis://user:hunter2{rest}@host/1")
 
 
-@given(st.text(max_size=60))
-def test_any_text_is_a_target_or_a_usage_error(text: str) -> None:
-    for url in (text, f"redis://{text}", f"redis+cluster://{text}"):
-        try:
-            parse_url(url)
-        except UsageError:
-            continue
-
-
 def test_the_repr_of_a_target_shows_no_password() -> None:
     shown = repr(parse_url("redis+sentinel://u:hunter2@h/main?sentinel_password=hunter3"))
     assert "hunter" not in shown

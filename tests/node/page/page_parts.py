@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,10 @@ def ask(
     node: Node, path: str, method: str = "GET", body: bytes | None = None, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body."""
-    connection = http.client.HTTPConnection(HOST, port(node), timeout=60)
-    try:
+    with closing(http.client.HTTPConnection(HOST, port(node), timeout=60)) as connection:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
-    finally:
-        connection.close()
 
 
 def cluster(count: int, tick: float, gone: Collection[int] = ()) -> list[Announcement]:

@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,12 +171,11 @@ def test_a_node_that_is_stopped_while_a_connection_comes_in_ends_in_order(
 def test_a_node_is_reached_at_the_address_that_it_announces(tmp_path, host):
     if ":" in host and not ipv6():
         pytest.skip("no IPv6 on this machine")
-    place = Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=(host, 0))
-    try:
+    with closing(
+        Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=(host, 0))
+    ) as place:
         outcome = read_by(place, place.transport, place.save(b"1" * 1000))
         assert outcome.read is Read.HIT, outcome.reason
-    finally:
-        place.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "[::1]:{}"])
@@ -185,34 +185,30 @@ def test_another_port_is_announced_where_one_is_advertised(tmp_path, address):
         pytest.skip("no IPv6 on this machine")
     with socket.create_server(("127.0.0.1", 0)) as mapped:
         port = mapped.getsockname()[1]
-    place = Place(
-        tmp_path,
-        lambda place: StreamTransport(SECURITY),
-        listen=("", 0),
-        advertise=address.format(port),
-    )
-    try:
+    with closing(
+        Place(
+            tmp_path,
+            lambda place: StreamTransport(SECURITY),
+            listen=("", 0),
+            advertise=address.format(port),
+        )
+    ) as place:
         announced = place.word.transports["stream"]
         assert announced == f"tcp://{address.format(port)}"
         assert str(parse(announced)) == announced
-    finally:
-        place.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_a_node_that_names_no_host_is_reached_by_ipv4_and_ipv6(tmp_path, address):
     if ":" in address and not ipv6():
         pytest.skip("no IPv6 on this machine")
-    place = Place(
-        tmp_path, lambda place: StreamTransport(SECURITY), listen=("", 0), advertise=address
-    )
-    try:
+    with closing(
+        Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=("", 0), advertise=address)
+    ) as place:
         outcome = read_by(place, place.transport, place.save(b"1" * 1000))
         assert outcome.read is Read.HIT, outcome.reason
         (guest,) = stream_of(place)._guests
         assert guest.address == address, "as the limits for one address count it"
-    finally:
-        place.close()
 
 
 def test_a_machine_whose_ipv6_is_turned_off_is_reached_by_ipv4(tmp_path, monkeypatch):
@@ -224,12 +220,9 @@ def test_a_machine_whose_ipv6_is_turned_off_is_reached_by_ipv4(tmp_path, monkeyp
         return create_server(address, family=family, **options)
 
     monkeypatch.setattr(socket, "create_server", none_of_ipv6)
-    place = Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=("", 0))
-    try:
+    with closing(Place(tmp_path, lambda place: StreamTransport(SECURITY), listen=("", 0))) as place:
         outcome = read_by(place, place.transport, place.save(b"1" * 1000))
         assert outcome.read is Read.HIT, outcome.reason
-    finally:
-        place.close()
 
 
 def ipv6():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -246,8 +247,7 @@ def test_a_client_killed_in_the_middle_of_reads_leaves_the_owner_serving(place):
 
 
 def test_a_restarted_node_is_read_under_its_new_epoch_and_not_under_the_old(quick, tmp_path):
-    first = NixlPlace(tmp_path)
-    try:
+    with closing(NixlPlace(tmp_path)) as first:
         old_word, old = first.word, first.save(b"1" * 100_000)
         assert reads(first.read(old)[0]) == [Read.HIT]
         first.node.stop()
@@ -262,8 +262,6 @@ def test_a_restarted_node_is_read_under_its_new_epoch_and_not_under_the_old(quic
         assert got == b"2" * 100_000
         first.word = old_word
         assert reads(first.read(old, timeout_s=0.5)[0]) == [Read.FAILED]
-    finally:
-        first.close()
 
 
 # --- lies ---------------------------------------------------------------------------
@@ -273,13 +271,12 @@ def test_bytes_that_are_not_those_of_the_checksum_are_a_miss(place):
     key, location = place.save(b"1" * 100_000)
     right = location._replace(checksum=xxhash.xxh3_64_intdigest(b"1" * 100_000))
     assert reads(place.read((key, right))[0]) == [Read.HIT]
-    shm = AttachedShm(Path(place.word.data_path), Path(place.word.head_path), writable=True)
-    try:
+    with closing(
+        AttachedShm(Path(place.word.data_path), Path(place.word.head_path), writable=True)
+    ) as shm:
         _, offset = Layout(place.word).places(location)
         shm.payload[offset + 70_000] ^= 1
         (outcome,), _ = place.read((key, right))
-    finally:
-        shm.close()
     assert (outcome.read, outcome.reason) == (Read.MISS, CHECKSUM_REASON)
 
 
@@ -358,13 +355,10 @@ def test_a_node_without_nixl_says_so_at_its_start(tmp_path, monkeypatch):
 def test_ucx_does_not_listen_on_every_interface(place, monkeypatch):
     """An operator who allows TCP says where."""
     monkeypatch.delenv("UCX_NET_DEVICES")
-    transport = nixl_transport()
-    try:
+    with closing(nixl_transport()) as transport:
         assert not transport.ready(place.word)
         peer = peer_of(transport, place)
         wait_until(lambda: "UCX_NET_DEVICES" in peer.reason, "it says why")
-    finally:
-        transport.close()
 
 
 def test_trap_its_processes_see_no_device():

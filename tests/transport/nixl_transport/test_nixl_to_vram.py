@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from contract.cuda import get
@@ -209,15 +210,12 @@ def test_what_rdma_wrote_is_flushed_before_it_is_copied(tmp_path):
     (tmp_path / "late").mkdir()
     device = ModelCuda(tmp_path / "late")
     device.sees_rdma_late = True
-    place = ToVramPlace(tmp_path, device)
-    try:
+    with closing(ToVramPlace(tmp_path, device)) as place:
         payload = os.urandom(100_000)
         wanted = wanted_in_vram(place, place.save(payload))
         outcome = read_once(place, wanted)
         assert (outcome.read, outcome.in_vram) == (Read.HIT, True)
         assert get(device, wanted.vram.address, len(payload)) == payload
-    finally:
-        place.close()
 
 
 def test_what_comes_wrong_is_a_miss_once_and_comes_to_host_memory_then(own, monkeypatch):
@@ -303,8 +301,7 @@ def test_without_an_arena_blocks_come_to_host_memory(tmp_path, monkeypatch, capl
         monkeypatch.setattr(
             vram_module.VramArena, "arguments", lambda arena: [str(ends[0]), *real(arena)[1:]]
         )
-    place = ToVramPlace(tmp_path, device)
-    try:
+    with closing(ToVramPlace(tmp_path, device)) as place:
         assert not place.transport.to_vram
         assert (
             "no room" if trouble == "full" else "DeviceError"
@@ -315,5 +312,3 @@ def test_without_an_arena_blocks_come_to_host_memory(tmp_path, monkeypatch, capl
         assert wanted.into[0] == b"1" * 1000
         if trouble == "unregistered":
             wait_until(lambda: device.free_bytes == arena_bytes, "it is given back", LONG_S)
-    finally:
-        place.close()

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import xxhash
@@ -256,12 +257,8 @@ def test_a_request_sent_back_is_no_answer(place, between):
         raw = take_frame(front)
         front.send([bytes([sw.Frame.ANSWERS]) + raw[1:]], far())
 
-    transport = StreamTransport(SECURITY)
-    try:
-        with pytest.raises(PeerError):
-            requests.ask(transport, between(act), [Op.STAT, 0], time.monotonic() + 2)
-    finally:
-        transport.close()
+    with closing(StreamTransport(SECURITY)) as transport, pytest.raises(PeerError):
+        requests.ask(transport, between(act), [Op.STAT, 0], time.monotonic() + 2)
 
 
 def put_through(word, payload):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import closing
 
 import pytest
 from contract.transport import SECURITY, Place, TransportContract, reads
@@ -118,12 +119,13 @@ def test_a_client_without_a_ca_and_one_that_is_told_of_no_tls_do_not_connect(pla
 
 
 def test_a_node_with_a_ca_demands_certificates_of_clients(tmp_path, ours, theirs):
-    place = Place(
-        tmp_path,
-        lambda place: StreamTransport(client_security(ours)),
-        security=node_security(ours, tls_ca=ours[0]),
-    )
-    try:
+    with closing(
+        Place(
+            tmp_path,
+            lambda place: StreamTransport(client_security(ours)),
+            security=node_security(ours, tls_ca=ours[0]),
+        )
+    ) as place:
         block = place.save(b"1" * 1000)
         began = time.monotonic()
         assert reads(place.read(block)[0]) == [Read.FAILED]
@@ -132,8 +134,6 @@ def test_a_node_with_a_ca_demands_certificates_of_clients(tmp_path, ours, theirs
         assert read_as(place, block, known).read is Read.HIT
         stranger = client_security(ours, tls_cert=theirs[1], tls_key=theirs[2])
         assert read_as(place, block, stranger).read is Read.FAILED
-    finally:
-        place.close()
 
 
 @pytest.mark.parametrize("lacks", ["tls_cert", "tls_key", "tls_ca"])
