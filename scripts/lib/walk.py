@@ -141,7 +141,7 @@ def two_hosts() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 def not_touching(session: BlockSession) -> None:
     """Let it not tell nodes what was read: that is done now and then, so one walk would have it and
     another would not."""
-    session.writer._touched_at = float("inf")
+    session.writer._touch_at = float("inf")
 
 
 def client_walks(tracer: Tracer, here: dict[str, Any], there: dict[str, Any]) -> Iterator[Walk]:
