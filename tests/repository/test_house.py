@@ -32,8 +32,8 @@ SAME_NAMES = {
 SUMS_MAX = {
     "kvstore": 53_950,
     "connector": 22_400,
-    "tests": 118_370,
-    "pokes": 497,
+    "tests": 118_400,
+    "pokes": 565,
 }
 """Lines by house, without the simulator and with C; and how often a test looks at a private name
 of something else. A change that raises one says in its commit what it takes out instead, or why

@@ -288,7 +288,8 @@ class DiskTier:
         number: int = 0,
         up_to: dict[int, int] | None = None,
     ) -> None:
-        if not (self._rings or self._adopting or self._untold or self.index.blocks):
+        # What has keys was there: the last of it may have just left the index.
+        if not (keys or self._rings or self._adopting or self._untold or self.index.blocks):
             return
         self.forbidden += 1
         forbid = Forbid(self.forbidden, keys, ids, number, up_to or self._orders())

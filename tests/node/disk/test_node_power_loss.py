@@ -11,7 +11,7 @@ import pytest
 from lossy_node import KEYS, LossyNode, Power, space_of, without_threads
 from planted_node_bugs import PLANTS, Plant, planted
 
-from kvstore.core.events import Clear, Drop, Reset, Spill, Suspect, Touch
+from kvstore.core.events import Clear, DiskClosed, Drop, Reset, Spill, Suspect, Touch
 from kvstore.testing.sim.models.disk import PowerLossError
 
 SEEDS, SEEDS_LONG, SEEDS_AT_NIGHT = 30, 200, 5000
@@ -232,6 +232,18 @@ def a_flipped_bit_is_right_again(node: LossyNode) -> None:
     stays_away(node, KEY)
 
 
+def a_drive_loses_what_it_did_not_sync(node: LossyNode) -> None:
+    block = node.on_disk(KEY)
+    assert block is not None
+    file = node.files[block.place.device]
+    pages, file.failing_syncs = dict(file.pages), 9
+    node.request(Drop(0, 0, [KEY]), [KEY])
+    node.commit()
+    assert not node.waiting
+    file.pages = pages
+    lose_all(node)
+
+
 def it_is_deleted_just_before_it_is_read_back(node: LossyNode) -> None:
     real = node.ask
 
@@ -249,6 +261,7 @@ def it_is_deleted_just_before_it_is_read_back(node: LossyNode) -> None:
 
 
 STORIES: dict[str, Callable[[LossyNode], None]] = {
+    "a commit that failed is taken for done": a_drive_loses_what_it_did_not_sync,
     "a region is given up in memory alone": the_power_fails_before_the_new_header,
     "a region is given up after its blocks left": the_power_fails_before_the_new_header,
     "a new header counts before it is durable": the_drive_loses_the_new_header,
@@ -275,6 +288,16 @@ def test_a_planted_bug_that_no_seed_finds_is_found_by_its_story(name: str) -> No
 
 def test_a_value_that_leaves_with_its_region_stays_away(node: LossyNode) -> None:
     the_power_fails_before_the_new_header(node, VALUE_KEY)
+
+
+def test_all_that_is_deleted_of_disks_that_are_left_alone_stays_away(node: LossyNode) -> None:
+    """Once the last of it is out of the index, nothing says any more that there was a disk."""
+    for number in node.disks.devices:
+        node.carry_out(DiskClosed(2, 0, number))
+    for key in KEYS[:6]:
+        drop(node, key)
+    lose_all(node)
+    assert [key for key in KEYS if node.on_disk(key)] == []
 
 
 def test_of_two_clears_at_once_none_is_answered_before_it_is_durable(node: LossyNode) -> None:
