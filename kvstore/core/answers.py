@@ -108,6 +108,8 @@ class SpillBlock(NamedTuple):
     """Position of the payload in the segment, in bytes."""
     former: DiskPlace | None = None
     """Its place in the region that is to be begun."""
+    again: bool = False
+    """Whether it was on a disk since it was saved, or when it was."""
 
 
 class SpillPlan(NamedTuple):

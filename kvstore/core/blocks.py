@@ -201,6 +201,7 @@ class Blocks:
         new.used_at = old.used_at
         new.read = old.read
         new.on_disk = old.on_disk
+        new.written = old.written
         writes.append(Mark(new.slot_id, SlotState.RESERVED, new.generation, new.granule, new.size))
         writes.append(Copy(old.offset, new.offset, old.length))
         self.by_key[new.key] = new

@@ -139,7 +139,7 @@ DISK_FAMILIES = (
     Family(
         "disk_again_bytes",
         "disk_again_bytes",
-        "Of them, of blocks in use that were written again before their region was reused.",
+        "Of them, of blocks that were on a disk since they were saved: at most a tenth of others.",
         counter=True,
     ),
     Family("disk_regions_evicted", "disk_regions_evicted", "Regions reused.", counter=True),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FIELDS = [
     *("trace", "capacity_blocks", "disk_blocks", "policy", "hit_rate", "optimum"),
     *("fraction_of_optimum", "disk_written_blocks", "disk_read_blocks"),
+    "disk_again_blocks",
 ]
 BLOCK = 16 << 10
 
@@ -92,6 +93,20 @@ def test_the_table_has_a_bar_for_each_row(
     assert head.split() == ["CAPACITY", "BLOCKS", "POLICY", "HIT", "RATE", "OPTIMUM", "OF", "IT"]
     assert all("lru" in line and "|" in line for line in lines)
     assert lines[-1].count("#") > lines[0].count("#")
+
+
+def test_the_table_says_what_went_to_the_disk_and_how_much_of_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(sessions(tmp_path, 20, 10)), "--policy", "lru", "--capacity", "1MiB")
+    words = (*words, "--disk", "4MiB", "--disk-writes-per-day", "0")
+    (row,) = rows(capsys, *words)
+    assert main(["replay", *words]) == 0
+    _, _, head, line = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["WRITTEN", "READ", "AGAIN"]
+    names = ("disk_written_blocks", "disk_read_blocks", "disk_again_blocks")
+    assert line.split()[-4:-1] == [str(row[name]) for name in names]
+    assert 0 < 11 * row["disk_again_blocks"] <= row["disk_written_blocks"]
 
 
 @each(

@@ -27,6 +27,8 @@ from kvstore.errors import UsageError
 from kvstore.limits import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, SLOT_BYTES_MIN, VALUE_BYTES_MAX
 
 COLUMNS = ("CAPACITY", "BLOCKS", "POLICY", "HIT RATE", "OPTIMUM", "OF IT", "")
+DISK_COLUMNS = ("WRITTEN", "READ", "AGAIN")
+"""Blocks: of the disk, and written to it once more since they were saved."""
 BAR = 30
 DISK_BYTES_MIN = 4 << 20
 PARTS = (64, 16, 4, 1)
@@ -53,6 +55,7 @@ class ReplayRow(NamedTuple):
     fraction_of_optimum: float
     disk_written_blocks: int
     disk_read_blocks: int
+    disk_again_blocks: int
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +167,7 @@ def _rows(args: argparse.Namespace, trace: PromptTrace, sizes: Sequence[int]) ->
             shares = (found.hits / blocks, best / blocks, of_it)
             hit, bound, part = (round(share, 6) for share in shares)
             told = (trace.name, capacity, disk, policy, hit, bound, part)
-            rows.append(ReplayRow(*told, found.disk_written, found.disk_read))
+            rows.append(ReplayRow(*told, *found[1:]))
     return rows
 
 
@@ -178,16 +181,19 @@ def _text(args: argparse.Namespace, trace: PromptTrace, rows: Sequence[ReplayRow
             f"{row.hit_rate:.3f}",
             f"{row.optimum:.3f}",
             f"{row.fraction_of_optimum:.3f}",
+            *(row[-3:] if args.disk else ()),
             _bar(row),
         )
         for row in rows
     ]
+    told = DISK_COLUMNS if args.disk else ()
+    head = (*COLUMNS[:-1], *told, COLUMNS[-1])
     hours = (trace.times[-1] - trace.times[0]) / 3600
     unlimited = 1 - trace.distinct / trace.references
     return (
         f"{trace.name}: {len(trace.prompts)} prompts in {hours:.1f} hours, {trace.references} "
         f"blocks of {human_bytes(each)}, {trace.distinct} different: an unlimited store finds "
-        f"{unlimited:.3f}\n\n" + table(COLUMNS, shown, left=0)
+        f"{unlimited:.3f}\n\n" + table(head, shown, left=0)
     )
 
 

@@ -59,11 +59,16 @@ class ReplayedDisk:
     def written_bytes(self) -> int:
         return self._tier.counts["written_bytes"]
 
+    @property
+    def again_bytes(self) -> int:
+        """Of them, those of blocks that were on the disk since they were saved."""
+        return self._tier.counts["again_bytes"]
+
     def work(self, now: float) -> None:
         """Do all that is to be done."""
         while True:
             plan = cast("SpillPlan", self._ask(Spill(0, 0, SPILL_BYTES), now))
-            self._write(plan.blocks, now)
+            self.write(plan.blocks, now)
             if plan.begin is not None:
                 self._begin(plan.begin, now)
             if plan.promote:
@@ -74,7 +79,7 @@ class ReplayedDisk:
     def _ask(self, event: DiskRequest, now: float) -> Answer:
         return self._core.handle(event, now).replies[0].body
 
-    def _write(self, asked: Sequence[SpillBlock], now: float) -> None:
+    def write(self, asked: Sequence[SpillBlock], now: float) -> None:
         written = [one.block._replace(checksum=CHECKSUM) for one in asked]
         for block in written:
             self._regions[block.place.page // self._pages].append(block)
@@ -85,7 +90,7 @@ class ReplayedDisk:
         former, self._regions[begin.region] = self._regions[begin.region], []
         again = cast("list[SpillBlock]", self._ask(Vacate(0, 0, begin, former), now))
         self._ask(Begun(0, 0, begin), now)
-        self._write(again, now)
+        self.write(again, now)
 
     def _promote(self, plan: SpillPlan, now: float) -> None:
         for block in plan.promote:

@@ -46,6 +46,8 @@ class Found(NamedTuple):
     disk_written: int = 0
     disk_read: int = 0
     """Of the hits, those that were on the disk alone."""
+    disk_again: int = 0
+    """Of those written, what was on the disk since it was saved."""
 
 
 def replayed(
@@ -68,8 +70,8 @@ def replayed(
         return Found(_hits(core, None, trace, keys, block_bytes, hints)[0])
     with disk_of(core, disk_bytes, disk_bytes // block_bytes, disk_writes_per_day) as disk:
         hits, read = _hits(core, disk, trace, keys, block_bytes, hints)
-        written_bytes = -(-block_bytes // DISK_PAGE) * DISK_PAGE
-        return Found(hits, disk.written_bytes // written_bytes, read)
+        each = -(-block_bytes // DISK_PAGE) * DISK_PAGE
+        return Found(hits, disk.written_bytes // each, read, disk.again_bytes // each)
 
 
 def _hits(

@@ -13,8 +13,6 @@ from kvstore.core.events import DiskFound
 from kvstore.types import DiskPlace
 
 LAP_MAX = (1 << 32) - 1
-AGAIN_PERCENT = 10
-"""Share of a region that blocks with a second chance may take when it is begun."""
 
 
 class _Filling:
@@ -28,7 +26,8 @@ class _Filling:
         self.page = found.first_pages[begin.region]
         self.end = self.page + found.region_pages
         self.entries = found.region_entries
-        self.pages_again = found.region_pages * AGAIN_PERCENT // 100
+        self.pages_again = 0
+        """Of blocks with a second chance."""
 
 
 class Ring:
@@ -58,13 +57,14 @@ class Ring:
         self.wants_region = place is None
         return place
 
-    def again(self, length: int) -> DiskPlace | None:
+    def again(self, length: int, percent: int) -> DiskPlace | None:
         """Return where in the region that is about to be begun a block of it has its second
-        chance; None when as many have one as may."""
+        chance; None when such blocks take so much of it already."""
         filling, pages = self._next, _pages(length)
-        if filling is None or pages > filling.pages_again:
+        most = self._found.region_pages * percent // 100
+        if filling is None or filling.pages_again + pages > most:
             return None
-        filling.pages_again -= pages
+        filling.pages_again += pages
         return self._give(filling, length)
 
     def _give(self, filling: _Filling, length: int) -> DiskPlace | None:

@@ -8,8 +8,11 @@ then is this file's doing. With `write`:
     idle       the same, and once the node had nothing to do for `IDLE_S`, all other blocks
     through    every block, soon after it was saved
 
-What is on a disk is not written again. What never goes to one is counted when it is evicted, each
-block once, with its reason (`SKIPPED`).
+What is on a disk is not written again. The oldest region of a disk is written over for the next
+blocks, and of its blocks these are written again, within `AgainBudget`: what is retained in memory,
+at once; what is in memory else, when it is to be evicted there; what was used on the disk, at once.
+A block that left both and is saved again is a first one. What never goes to a disk is counted when
+it is evicted, each block once, with its reason (`SKIPPED`).
 
 A block is named to the writer thread with its place (`Spill`), is in `_writing` until that tells
 what became of it (`Spilled`), and then in the index. Between, anything may happen to it: it may be
@@ -37,7 +40,14 @@ from itertools import islice
 from kvstore.core.answers import Answer, SpillBlock, SpillPlan
 from kvstore.core.blocks import Blocks
 from kvstore.core.disk.base import DISK_PAGE, DiskIndex, Forbid, is_later, order_of
-from kvstore.core.disk.budget import WriteBudget
+from kvstore.core.disk.budget import (
+    AGAIN_PERCENT,
+    EARLY_PERCENT,
+    IN_MEMORY_PERCENT,
+    USED_PERCENT,
+    AgainBudget,
+    WriteBudget,
+)
 from kvstore.core.disk.ring import Ring
 from kvstore.core.events import (
     Begun,
@@ -73,9 +83,10 @@ DROPPED_MAX = 1 << 18
 """Deleted keys that are remembered while a start adopts; after more nothing is adopted any more."""
 PROMOTED_MAX = 1024
 """Blocks that wait to be read back; further ones are not."""
-SKIPPED = ("small", "large", "ttl", "budget", "no_device", "table_full", "late")
+SKIPPED = ("small", "large", "ttl", "budget", "no_device", "table_full", "late", "again")
 """Why an evicted block is on no disk. `late`: it was to be written, and was evicted before;
-`table_full`: it was there, and its entry had to go for another one."""
+`table_full`: it was there, and its entry had to go for another one; `again`: it was there, and
+enough was written again."""
 _COUNTED = (
     *("written_bytes", "again_bytes", "regions_evicted", "evicted", "damaged", "promoted"),
     "adopted",
@@ -110,6 +121,7 @@ class DiskTier:
         """Whether the answers to this event say that no other value of their keys is left."""
         self._write = write
         self._budget = WriteBudget(bytes_per_day)
+        self._again = AgainBudget()
         self._rings: dict[int, Ring] = {}
         self._chosen: dict[Key, int] = {}
         """By key the device that it chose, of those that there are."""
@@ -168,7 +180,7 @@ class DiskTier:
         values = [slot for slot in slots if slot.kind != Kind.BLOCK]
         replaced = [slot.key for slot in values if self._replaces(slot)]
         for slot in slots:
-            slot.on_disk = False
+            slot.on_disk = slot.written = False
         self._queue(slots)
         self._confirms = self._confirms or bool(values)
         if replaced or (values and not self._noted):
@@ -227,7 +239,15 @@ class DiskTier:
             return "large"
         if self.there(slot.key) is not None:
             return ""
+        if not self._may_again(slot):
+            return "again"
         return "late" if self._budget.left(self._blocks.now) >= slot.length else "budget"
+
+    def _may_again(self, slot: Slot) -> bool:
+        """Return whether a block in memory may be written: often enough it was not, since it was
+        saved."""
+        size_bytes = _in_pages(slot.length)
+        return not slot.written or self._again.allows(size_bytes, IN_MEMORY_PERCENT)
 
     def there(self, key: Key) -> DiskBlock | None:
         """Return what is on a disk that works."""
@@ -362,7 +382,7 @@ class DiskTier:
                 continue
             blocks.append(self._write_of(slot, place))
             left -= slot.length
-            budget -= self._spend(slot.length, now)
+            budget -= self._spend(slot.length, now, again=slot.written)
             if left < VALUE_BYTES_MIN:
                 break
         wanting = (ring for ring in self._rings.values() if ring.wants_region)
@@ -373,7 +393,8 @@ class DiskTier:
     def _candidates(self, now: float) -> Iterator[Slot]:
         """Yield what is to be written, not more than `LOOKED_MAX` of it; some may be there."""
         allocator = self._blocks.allocator
-        if self._write == "through" or now - self._busy_at >= IDLE_S:
+        early = now - self._busy_at >= IDLE_S and self._again.allows(0, EARLY_PERCENT)
+        if self._write == "through" or early:
             for slot_id, generation in list(islice(self._unwritten.items(), LOOKED_MAX)):
                 del self._unwritten[slot_id]
                 slot = allocator.slot(slot_id)
@@ -401,7 +422,9 @@ class DiskTier:
         there = self.there(key)
         alike = there is not None and (slot.length, slot.kind) == (there.length, there.kind)
         if alike and there is not None and slot.checksum in (0, there.checksum):
-            slot.on_disk = True
+            slot.on_disk = slot.written = True
+            return None
+        if not self._may_again(slot):
             return None
         ring = self._rings.get(self._device_of(key))
         fits = ring is not None and ring.adopted and slot.length <= ring.value_bytes_max
@@ -422,15 +445,18 @@ class DiskTier:
         what = (slot.length, slot.kind, slot.meta_length, slot.checksum, slot.namespace_id)
         block = DiskBlock(slot.key, place, *what)
         source = (slot.slot_id, slot.generation, slot.offset)
-        write = SpillBlock(block, *source)
+        write = SpillBlock(block, *source, again=slot.written)
         self._writing[slot.key] = write
         return write
 
-    def _spend(self, length: int, now: float) -> int:
+    def _spend(self, length: int, now: float, *, again: bool) -> int:
         """Count what a block takes of a disk; returns it."""
-        size_bytes = -(-length // DISK_PAGE) * DISK_PAGE
+        size_bytes = _in_pages(length)
         self._budget.spend(size_bytes, now)
         self.counts["written_bytes"] += size_bytes
+        if again:
+            self._again.again_bytes += size_bytes
+            self.counts["again_bytes"] += size_bytes
         return size_bytes
 
     def _spilled(self, event: Spilled, now: float) -> None:
@@ -446,6 +472,8 @@ class DiskTier:
             if block is None:
                 lost += [asked.block] if event.failed else []
                 continue
+            if not asked.again:
+                self._again.first_bytes += _in_pages(block.length)
             replaced = self._put(block, lost)
             self._blocks.publish_copy(block)
             if replaced is not None and replaced.key != key:
@@ -453,7 +481,7 @@ class DiskTier:
                 self._leaves_disk(replaced.key, GoneWhy.EVICTED, now)
             slot = self._blocks.by_key.get(key)
             if slot is not None and slot.generation == asked.generation:
-                slot.on_disk = True
+                slot.on_disk = slot.written = True
         self._forbid_lost(lost)
 
     def _put(self, block: DiskBlock, lost: list[DiskBlock]) -> DiskBlock | None:
@@ -486,7 +514,7 @@ class DiskTier:
         self.counts["evicted" if why is GoneWhy.EVICTED else "damaged"] += 1
         slot = self._blocks.by_key.get(key)
         if slot is not None:
-            slot.on_disk = False
+            slot.on_disk, slot.written = False, True
         else:
             self._blocks.departures.note(key, why, now)
 
@@ -503,16 +531,18 @@ class DiskTier:
             # retained.
             slot = self._blocks.by_key.get(block.key)
             hot = self.index.is_used(block.key) if slot is None else slot.kept_until > 0
+            percent = USED_PERCENT if slot is None else AGAIN_PERCENT
             affordable = block.length <= self._budget.left(now)
-            place = ring.again(block.length) if hot and affordable else None
+            affordable = affordable and self._again.allows(_in_pages(block.length), percent)
+            place = ring.again(block.length, percent) if hot and affordable else None
             self._take_out(block.key)
             if place is None:
                 self._leaves_disk(block.key, GoneWhy.EVICTED, now)
                 continue
             if slot is not None:
-                slot.on_disk = False  # until it is written
-            self.counts["again_bytes"] += self._spend(block.length, now)
-            write = SpillBlock(there._replace(place=place), -1, 0, 0, there.place)
+                slot.on_disk, slot.written = False, True  # until it is there
+            self._spend(block.length, now, again=True)
+            write = SpillBlock(there._replace(place=place), -1, 0, 0, there.place, again=True)
             self._writing[block.key] = write
             again.append(write)
         return again
@@ -543,7 +573,7 @@ class DiskTier:
         """Note what was read back into memory."""
         self.counts["promoted"] += len(slots)
         for slot in slots:
-            slot.on_disk = True
+            slot.on_disk = slot.written = True
 
     # --- devices ---------------------------------------------------------------------
 
@@ -616,6 +646,11 @@ class DiskTier:
             "disk_bytes": self.index.block_bytes,
             **{f"disk_{name}": count for name, count in self.counts.items()},
         }
+
+
+def _in_pages(length: int) -> int:
+    """Return what a block takes of a disk, in bytes."""
+    return -(-length // DISK_PAGE) * DISK_PAGE
 
 
 def _same(slot: Slot, block: DiskBlock) -> bool:

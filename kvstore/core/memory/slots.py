@@ -80,6 +80,7 @@ class Slot:
         "used_at",
         "uses",
         "void",
+        "written",
     )
 
     def __init__(self, start: int, size: int) -> None:
@@ -124,6 +125,8 @@ class Slot:
         """Second of the node's clock at which its life ends (bounded.py); 0: it has no bound."""
         self.on_disk = False
         """A disk of the node is known to have its block too (disk/tier.py)."""
+        self.written = False
+        """Whether one had it since it was saved, or when it was."""
         # Only an eviction policy that counts uses changes these (head_start.py).
         self.uses = 0
         """Uses of its block, as the policy counts them; 0: the policy does not hold it."""

@@ -34,8 +34,8 @@ def test_what_memory_evicted_is_found_on_the_disk_and_comes_back_the_second_time
     twice = trace._replace(
         times=[*trace.times, 130.0, 140.0, 141.0], prompts=[*trace.prompts, *[trace.prompts[0]] * 3]
     )
-    assert replay(trace) == (0, 0, 0)
-    assert replay(trace, disk_bytes=8 << 20) == (4, 44, 4)
+    assert replay(trace) == Found(0)
+    assert replay(trace, disk_bytes=8 << 20) == Found(hits=4, disk_written=44, disk_read=4)
     again = replay(twice, disk_bytes=8 << 20)
     assert again.hits == 16
     assert again.disk_read == 8, "the second read from the disk brings them into memory"
