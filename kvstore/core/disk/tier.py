@@ -5,7 +5,7 @@ then is this file's doing. With `write`:
 
     eviction   the coldest blocks, as many as a burst of saves is likely to need the room of
                (`MARGIN_PART`), are written ahead; so memory that is not full writes nothing
-    idle       the same, and once the node had nothing to do for `IDLE_S`, all other blocks
+    idle       the same, and in pauses all blocks that were saved `IDLE_S` before
     through    every block, soon after it was saved
 
 What is on a disk is not written again. The oldest region of a disk is written over for the next
@@ -393,12 +393,15 @@ class DiskTier:
     def _candidates(self, now: float) -> Iterator[Slot]:
         """Yield what is to be written, not more than `LOOKED_MAX` of it; some may be there."""
         allocator = self._blocks.allocator
-        early = now - self._busy_at >= IDLE_S and self._again.allows(0, EARLY_PERCENT)
-        if self._write == "through" or early:
+        all_ = self._write == "through"
+        pauses = now - self._busy_at >= QUIET_S and self._again.allows(0, EARLY_PERCENT)
+        if all_ or pauses:
             for slot_id, generation in list(islice(self._unwritten.items(), LOOKED_MAX)):
-                del self._unwritten[slot_id]
                 slot = allocator.slot(slot_id)
-                if slot is not None and slot.generation == generation:
+                if slot is None or slot.generation != generation:
+                    del self._unwritten[slot_id]
+                elif all_ or slot.reserved_at <= now - IDLE_S:
+                    del self._unwritten[slot_id]
                     yield slot
         margin_bytes = min(allocator.capacity_bytes // MARGIN_PART, MARGIN_BYTES_MAX)
         if now - self._busy_at < QUIET_S:

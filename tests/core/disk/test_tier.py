@@ -293,6 +293,24 @@ def test_writing_through_writes_at_once_and_idle_after_a_while():
         assert node.disks[0].written == written
 
 
+def test_a_node_that_is_never_idle_for_long_writes_in_its_pauses_what_was_saved_a_while_ago():
+    node = Driven(Disk(regions=16), write="idle").adopt()
+    node.save(*KEYS[:8])
+    for _ in range(int(tier.IDLE_S)):
+        node.settle()
+        assert node.index.blocks == 0
+        node.now += 0.9
+        node.save(KEYS[200 + int(node.now)])
+        node.now += 0.1
+    node.ask(Touch(CLIENT, [KEYS[0]]))
+    node.settle()
+    assert node.index.blocks == 0, "it is no pause"
+    node.now += 2 * tier.QUIET_S
+    node.settle()
+    assert [node.index.get(key) is not None for key in KEYS[:8]] == [True] * 8
+    assert node.index.blocks == 8
+
+
 def test_the_oldest_region_is_begun_again_and_its_blocks_are_gone(node):
     node.save(*KEYS[:16])
     for i in range(16, 16 + 80):
