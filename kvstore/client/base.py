@@ -264,9 +264,9 @@ class BlockStore(Protocol):
         """Give slots back unwritten. Never raises for a peer's fault."""
         ...
 
-    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
+    def touch(self, keys: Sequence[Key], *, saved: bool = False, left: bool = False) -> None:
         """Say that blocks were read, or `saved` together, which only keeps the order of their
-        prefix: coalesced, one way, never waits."""
+        prefix, or `left`, so that they are evicted first: coalesced, one way, never waits."""
         ...
 
     def were_read(self, keys: Sequence[Key]) -> list[bool | None]:

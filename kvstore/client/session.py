@@ -386,8 +386,8 @@ class BlockSession(Uncopied):
     def abort(self, reservations: Sequence[AnyReservation]) -> None:
         savers.abort(reservations, self.limits.request_timeout_s, self._now)
 
-    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
-        self.writer.touch(keys, self._now(), saved=saved)
+    def touch(self, keys: Sequence[Key], *, saved: bool = False, left: bool = False) -> None:
+        self.writer.touch(keys, self._now(), saved=saved, left=left)
 
     def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
         return self._explainer.were_read(keys)

@@ -88,6 +88,8 @@ class Touch(NamedTuple):
     """As in `Commit`."""
     saved: bool = False
     """A save says so, for the order of its prefix: nobody has read them."""
+    left: bool = False
+    """They are not used: what they are needed for goes on elsewhere, so they go first."""
 
 
 class EngineCounts(NamedTuple):

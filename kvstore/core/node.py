@@ -535,6 +535,9 @@ class NodeCore:
 
     def _touch(self, event: Touch, effects: Effects, now: float) -> None:
         by_key = self.blocks.by_key
+        if event.left:
+            self.blocks.allocator.left(by_key[key] for key in event.keys if key in by_key)
+            return
         self._begin_run(event.session, event.goes_on)
         self.reuse.touched(event.keys, now, goes_on=event.goes_on)
         used = [by_key[key] for key in event.keys if key in by_key]

@@ -69,11 +69,12 @@ class Op(enum.IntEnum):
     RETAIN = 17
     REPORT = 18
     SAVED = 19
+    LEFT = 20
 
 
 READER_OPS = frozenset({Op.STAT, Op.LIST, Op.BYE, Op.EXPLAIN})
 """Operations for root and the group: what commands ask, and nothing that changes a block."""
-OWN_READER_OPS = READER_OPS | {Op.TOUCH, Op.SAVED, Op.SUSPECT}
+OWN_READER_OPS = READER_OPS | {Op.TOUCH, Op.SAVED, Op.LEFT, Op.SUSPECT}
 """Operations for this user's processes at a node in VRAM that takes no saves of others."""
 
 

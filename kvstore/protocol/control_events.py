@@ -237,6 +237,7 @@ _DECODERS: dict[int, tuple[int, Callable[..., Event]]] = {
     Op.RETAIN: (3, _retain),
     Op.TOUCH: (1, lambda s, r, keys: Touch(s, _split_keys(keys))),
     Op.SAVED: (1, lambda s, r, keys: Touch(s, _split_keys(keys), saved=True)),
+    Op.LEFT: (1, lambda s, r, keys: Touch(s, _split_keys(keys), left=True)),
     Op.REPORT: (2, _report),
     Op.DROP: (1, lambda s, r, keys: Drop(s, r, _split_keys(keys))),
     Op.CLEAR: (1, lambda s, r, ns: Clear(s, r, _int("namespace_id", ns, 1 << 32))),

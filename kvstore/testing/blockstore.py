@@ -86,6 +86,7 @@ class MemoryBlockStore:
         self._index: dict[Key, bytes] = {}
         self._generations: dict[int, int] = {}
         self.touched: list[Key] = []
+        self.left: list[Key] = []
         self.read: set[Key] = set()
         self.reported: list[dict[str, int]] = []
         self.reserve_calls = 0
@@ -248,10 +249,11 @@ class MemoryBlockStore:
                 ):
                     del self._slots[reservation.slot]
 
-    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
+    def touch(self, keys: Sequence[Key], *, saved: bool = False, left: bool = False) -> None:
         """See `BlockStore.touch`."""
-        self.touched += keys
-        self.read |= set() if saved else set(keys)
+        self.left += keys if left else ()
+        self.touched += () if left else keys
+        self.read |= set() if saved or left else set(keys)
 
     def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
         """See `BlockStore.were_read`."""

@@ -6,7 +6,7 @@ import pytest
 from each_input import each
 
 from kvstore.core.answers import Grant
-from kvstore.core.events import Commit, Reserve, Touch
+from kvstore.core.events import Commit, Reserve, Retain, Touch
 from kvstore.core.memory.eviction import POLICIES
 from kvstore.core.node import NodeCore
 from kvstore.types import STORED
@@ -40,8 +40,8 @@ class Node:
         assert answers == [STORED] * n
         assert self.there(keys) == n
 
-    def touch(self, keys):
-        self.core.handle(Touch(1, keys), self.now)
+    def touch(self, keys, *, left=False):
+        self.core.handle(Touch(1, keys, left=left), self.now)
 
     def there(self, keys):
         return sum(key in self.core.blocks.by_key for key in keys)
@@ -102,3 +102,21 @@ def test_what_is_used_stays_whatever_its_size(along):
         node.put(node.keys(2), size, along=along and size == 4 * KIB)
     assert node.there(used[0]) == len(used[0])
     assert node.there(used[1]) == len(used[1])
+
+
+def test_blocks_that_were_left_go_before_all_others_and_those_that_are_used_again_do_not():
+    node, keys = full(32 * MIB, MIB)
+    node.touch(keys[-3:], left=True)
+    assert node.there(keys) == len(keys)
+    node.touch(keys[-1:])
+    node.put(node.keys(2), MIB)
+    assert node.there(keys[-3:-1]) == 0
+    assert node.there([*keys[:-3], keys[-1]]) == len(keys) - 2
+
+
+def test_a_block_that_is_left_while_it_is_retained_stays():
+    node, keys = full(32 * MIB, MIB)
+    node.core.handle(Retain(1, 1, keys[-1:], 100, 1), node.now)
+    node.touch(keys[-1:], left=True)
+    node.put(node.keys(3), MIB)
+    assert node.there(keys[-1:]) == 1

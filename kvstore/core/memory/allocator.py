@@ -221,6 +221,14 @@ class Allocator:
         slot.last_use = self._tick
         return self._evictable.touch(slot, min_uses)
 
+    def left(self, slots: Iterable[Slot]) -> None:
+        """Have those of the slots that may be evicted go before all others, until they are used
+        again."""
+        for slot in slots:
+            if (first := next(self.coldest(), None)) is not None and self._evictable.remove(slot):
+                slot.last_use = first.last_use - 1
+                self._evictable.left(slot, first)
+
     def evicted(self, slots: Iterable[Slot]) -> None:
         """Tell the policy that these slots are about to become free because their room is
         needed."""

@@ -44,6 +44,11 @@ class EvictionPolicy(Protocol):
         bring it back."""
         ...
 
+    def left(self, slot: Slot, coldest: Slot) -> None:
+        """Take in a slot that was removed just now, as the first to be evicted: before `coldest`,
+        which was that until then and may be the slot itself."""
+        ...
+
     def evicted(self, slots: Iterable[Slot]) -> None:
         """Note that blocks are about to be evicted for room; `remove` follows."""
         ...
@@ -87,6 +92,10 @@ class LRU:
     def remove(self, slot: Slot) -> bool:
         slot_id = slot.slot_id
         return self._order.pop(slot_id, slot_id) is None
+
+    def left(self, slot: Slot, coldest: Slot) -> None:
+        self._order[slot.slot_id] = None
+        self._order.move_to_end(slot.slot_id, last=False)
 
     def evicted(self, slots: Iterable[Slot]) -> None:
         """Do nothing: this policy remembers no evicted block."""

@@ -219,6 +219,17 @@ class HeadStart:
         del order[key]
         return True
 
+    def left(self, slot: Slot, coldest: Slot) -> None:
+        # As one without a head start that was used when the coldest one's would be over.
+        slot.placed_at = self._stays_until(coldest)
+        slot.uses = 1
+        self._lists[1][slot.key] = slot
+        self._lists[1].move_to_end(slot.key, last=False)
+
+    def _stays_until(self, slot: Slot) -> float:
+        head = HEADS[FRESH if self._lists[FRESH].get(slot.key) is slot else slot.uses]
+        return slot.placed_at + head * self._gaps.typical_s / STEP
+
     def evicted(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             if slot.uses:
@@ -246,17 +257,10 @@ class HeadStart:
                 heapreplace(fronts, (stays_until, after.last_use, number, after, slots))
 
     def costs(self, coldest: Slot, later: int) -> Callable[[Slot], int]:
-        each_s = self._gaps.typical_s / STEP
-        fresh = self._lists[FRESH]
-
-        def stays_until(slot: Slot) -> float:
-            head = HEADS[FRESH if fresh.get(slot.key) is slot else slot.uses]
-            return slot.placed_at + head * each_s
-
-        since, tick = stays_until(coldest), coldest.last_use
+        since, tick = self._stays_until(coldest), coldest.last_use
 
         def cost(slot: Slot) -> int:
-            later_ms = max(int((stays_until(slot) - since) * 1000), 0)
+            later_ms = max(int((self._stays_until(slot) - since) * 1000), 0)
             ticks = min(max(slot.last_use - tick, 0), TICKS - 1)
             return slot.size * (1 + later * (later_ms * TICKS + ticks))
 

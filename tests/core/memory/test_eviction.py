@@ -11,7 +11,7 @@ LATER = 1 << 40
 SLOTS = 6
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "touch", "remove", "begins", "evicted"]),
+        st.sampled_from(["insert", "touch", "remove", "begins", "evicted", "left"]),
         st.integers(0, SLOTS - 1),
         st.integers(0, 9),
     ),
@@ -65,6 +65,15 @@ class Driven:
         self.policy.remove(slot)
         slot.uses = 0  # as the allocator does where a slot becomes free
         self.drop(number)
+
+    def left(self, number, _):
+        if number in self.held:
+            slot, coldest = self.slots[number], self.slots[self.order()[0]]
+            self.remove(number, 0)
+            slot.last_use = coldest.last_use - 1
+            self.policy.left(slot, coldest)
+            self.held.add(number)
+            assert self.order()[0] == number
 
     def begins(self, _, seconds):
         self.now += seconds
@@ -146,6 +155,22 @@ def test_of_blocks_used_once_the_one_unused_for_longest_goes_first(name):
     for number in (3, 1, 2):
         one.begins(0, 5)
         one.insert(number, 1)
+    one.begins(0, 5)
+    assert one.order() == [3, 1, 2]
+
+
+@each_policy
+def test_what_was_left_goes_first_until_it_is_used_again(name):
+    one = Driven(name)
+    for number in (1, 2, 3):
+        for _ in range(number):
+            one.begins(0, 5)
+            one.insert(number, 1)
+    one.begins(0, 5)
+    for number in (3, 2):
+        one.left(number, 0)
+    assert one.order() == [2, 3, 1]
+    one.touch(2, 1)
     one.begins(0, 5)
     assert one.order() == [3, 1, 2]
 

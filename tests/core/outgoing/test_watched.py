@@ -78,6 +78,7 @@ def test_bytes_are_counted_that_come_in_and_that_other_hosts_read(driven: Driven
 
 def test_bytes_count_as_read_once_and_not_by_a_save_that_keeps_the_order(driven: Driven) -> None:
     driven.core.handle(Touch(1, KEYS[:FULL], saved=True), 150.0)
+    driven.core.handle(Touch(1, KEYS[:FULL], left=True), 150.0)
     assert driven.numbers()["ever_read_bytes"] == 0
     for who in (1, ELSEWHERE, 1):
         driven.core.handle(Touch(who, [KEYS[0], KEYS[2], KEYS[30]]), 150.0)

@@ -103,8 +103,8 @@ class HostWriter:
         """Why the embedded node could not be started the last time."""
         self._start_at = 0.0
         self._homes = Homes(nodes)
-        self._touched = Touched(), Touched()
-        """What was read, and what was saved, since nodes were told."""
+        self._touched = Touched(), Touched(), Touched()
+        """What was read, what was saved, and what was left, since nodes were told."""
         self._touch_at = 0.0
 
     # --- which nodes there are ----------------------------------------------------
@@ -478,19 +478,25 @@ class HostWriter:
         return answers
 
     def touch(
-        self, keys: Sequence[Key], now: float, *, at_once: bool = False, saved: bool = False
+        self,
+        keys: Sequence[Key],
+        now: float,
+        *,
+        at_once: bool = False,
+        saved: bool = False,
+        left: bool = False,
     ) -> None:
-        """Remember that `keys`, in the order of their prefix, were read, or `saved`; nodes are told
-        now and then (design: the load path), or `at_once`."""
-        read_or_saved = self._touched
-        read_or_saved[saved].add(keys)
+        """Remember that `keys`, in the order of their prefix, were read, or `saved`, or `left`;
+        nodes are told now and then (design: the load path), or `at_once`."""
+        self._touched[2 if left else saved].add(keys)
         if now < self._touch_at and not at_once:
             return
-        self._touch_at, self._touched = now + TOUCH_EVERY_S, (Touched(), Touched())
-        read, by_save = (touched.runs() for touched in read_or_saved)
+        used, self._touched = self._touched, (Touched(), Touched(), Touched())
+        self._touch_at = now + TOUCH_EVERY_S
+        runs = [each.runs() for each in used]
         with suppress(NodeUnavailableError):
             for writer in self.writers():
-                writer.touch(read, by_save)
+                writer.touch(*runs)
 
     def report(self, counts: Mapping[str, int]) -> bool:
         """Tell one node what an engine has counted; False when none was told."""

@@ -326,17 +326,24 @@ class Writer:
             answers += self._ask(Op.RETAIN, *wish, accept=accept)
         return answers
 
-    def touch(self, read: Sequence[Sequence[Key]], saved: Sequence[Sequence[Key]] = ()) -> None:
-        """Say that blocks were read, and which were saved, in runs of at most `BATCH_KEYS_MAX`: one
-        way, never waits."""
+    def touch(
+        self,
+        read: Sequence[Sequence[Key]],
+        saved: Sequence[Sequence[Key]] = (),
+        left: Sequence[Sequence[Key]] = (),
+    ) -> None:
+        """Say that blocks were read, which were saved, and which left, in runs of at most
+        `BATCH_KEYS_MAX`: one way, never waits."""
         try:
             link = self.link()
         except NodeUnavailableError:
             return
         said = [(join_keys(run),) for run in read] or [(b"",)]  # so that it is connected
-        kept = [(join_keys(run),) for run in saved]
         told = link.control.say_each(Op.TOUCH, said)
-        if not told or (kept and not link.control.say_each(Op.SAVED, kept)):
+        for op, runs in (Op.SAVED, saved), (Op.LEFT, left):
+            if told and runs:
+                told = link.control.say_each(op, [(join_keys(run),) for run in runs])
+        if not told:
             self.gone(link)  # if it is gone: the next one is told of the next touches
 
     def report(self, counts: Mapping[str, int]) -> bool:

@@ -94,6 +94,7 @@ def test_nodes_hear_of_each_run_in_a_message_of_its_own_and_all_are_sent_at_once
         monkeypatch.setattr(channel, "_socket", Noted(channel._socket))
         session.touch(keys(0, 2))
         session.touch(keys(1, 3))
+        session.touch(keys(4, 2), left=True)
         session.touch(keys(0, 2), saved=True)
         assert sent == []
         session.writer.touch(keys(7, 1), session.machine.monotonic(), at_once=True)
@@ -101,6 +102,7 @@ def test_nodes_hear_of_each_run_in_a_message_of_its_own_and_all_are_sent_at_once
         assert sent == [
             b"".join(packed([Op.TOUCH, 0, join_keys(run)]) for run in runs),
             packed([Op.SAVED, 0, join_keys(keys(0, 2))]),
+            packed([Op.LEFT, 0, join_keys(keys(4, 2))]),
         ]
 
 
