@@ -70,6 +70,8 @@ WINDOWS_OF_ATTENTION_MAX = 8
 although the engine keeps only those at ends. DeepSeek-V4's are 83 times as many."""
 RUN_TOUCHED_MAX = 2048
 """Store blocks of a prefix that a save of what follows keeps from being evicted before it."""
+SHARED_ENDS_MAX = 1 << 14
+"""Ends of prefixes that an engine remembers, behind which more than one prompt may go on."""
 SAVE_BATCH_BLOCKS = 64
 """Store blocks that one reserve and one commit carry."""
 SAVE_BATCH_BYTES = 64 << 20

@@ -147,6 +147,10 @@ class StateBlock(NamedTuple):
     """Number of the request's tokens after which it is the state."""
 
 
+Runs = tuple[tuple[tuple[Key, ...], ...], ...]
+"""Keys of a part of a prefix, per group and shard."""
+
+
 class SaveJob(NamedTuple):
     """Lists blocks that workers save for one request; each reports the job once, and it may end
     after the request. The engine blocks are pinned until then."""
@@ -154,11 +158,14 @@ class SaveJob(NamedTuple):
     job_id: int
     request_id: str
     blocks: tuple[SaveBlock, ...]
-    before: tuple[tuple[tuple[Key, ...], ...], ...] = ()
+    before: Runs = ()
     """Keys of the prefix that the blocks continue, per group and shard. The request used them too,
     and they are to be kept longer than what follows."""
     trace_id: str = ""
     """As that of `LoadJob`."""
+    left: Runs = ()
+    """Keys of windows and states that the prefix does not need any more once the blocks are stored:
+    they may go first."""
 
 
 @dataclass(slots=True)

@@ -107,9 +107,9 @@ class CoreStore(MemoryBlockStore):
         outbox.removed(outbox.take_removals(outbox.removals_pending))
         return all(key in self.core.blocks.by_key for key in keys)
 
-    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
+    def touch(self, keys: Sequence[Key], *, saved: bool = False, left: bool = False) -> None:
         if keys:
-            self.core.handle(Touch(SESSION, list(keys), saved=saved), self.now)
+            self.core.handle(Touch(SESSION, list(keys), saved=saved, left=left), self.now)
 
     def were_read(self, keys: Sequence[Key]) -> list[bool | None]:
         slots = map(self.core.blocks.by_key.get, keys)
@@ -247,7 +247,8 @@ class Engine:
         return True
 
     def _save(self, job: SaveJob, report: WorkerReport) -> None:
-        """Store what the job saves, group by group, and use what it continues, as a worker does."""
+        """Store what the job saves, group by group, use what it continues and leave the rest, as a
+        worker does."""
         for group, size in enumerate(self.sizes):
             keys = [key for b in job.blocks if b.group == group for key in b.keys]
             if keys:
@@ -256,6 +257,7 @@ class Engine:
             if job.before:
                 before = [key for shard in job.before[group] for key in shard]
                 self.store.touch([*before, *keys], saved=True)
+        self.store.touch([key for by in job.left for shard in by for key in shard], left=True)
         report.ended_saves[job.job_id] = 1
         report.stored_blocks[job.job_id] = frozenset(range(len(job.blocks)))
 

@@ -39,6 +39,7 @@ from connector.messages import (
     EngineRequest,
     LoadBlock,
     LoadJob,
+    Runs,
     SaveBlock,
     SaveJob,
     StateBlock,
@@ -365,7 +366,7 @@ def _load_job(message: list[Any], own: dict[str, str]) -> LoadJob:
 
 
 def _save_job(message: list[Any], own: dict[str, str]) -> SaveJob:
-    job_id, request_id, blocks, before, trace = message
+    job_id, request_id, blocks, before, trace, left = message
     return SaveJob(
         job_id,
         own[request_id],
@@ -373,6 +374,11 @@ def _save_job(message: list[Any], own: dict[str, str]) -> SaveJob:
             SaveBlock(tuple(keys), tuple(block_ids), group, place, tokens)
             for keys, block_ids, group, place, tokens in blocks
         ),
-        tuple(tuple(tuple(shard) for shard in group) for group in before),
+        _runs(before),
         trace,
+        _runs(left),
     )
+
+
+def _runs(message: list[Any]) -> Runs:
+    return tuple(tuple(tuple(shard) for shard in group) for group in message)

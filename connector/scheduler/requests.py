@@ -67,6 +67,10 @@ class RequestState:
     """Leading store blocks that the last lookup found; they are not saved again."""
     junction_blocks: int = 0
     """Leading store blocks of which the last lookup found all but windows and states."""
+    goes_on: bool = False
+    """Whether it has saved windows or states behind what the last lookup found."""
+    leaves: bool = False
+    """Whether those at the end of what it found are not needed any more, as it goes on."""
     saved_blocks: int = 0
     """Leading store blocks that were planned for saving since the last preemption."""
     settings: RequestSettings | None = None

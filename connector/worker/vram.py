@@ -99,9 +99,9 @@ class VramStore:
     def report(self, counts: Mapping[str, int]) -> bool:
         return self._store.report(counts)
 
-    def touch(self, keys: Sequence[Key], *, saved: bool = False) -> None:
-        self._store.touch(keys, saved=saved)
-        if self.pool is not None:
+    def touch(self, keys: Sequence[Key], *, saved: bool = False, left: bool = False) -> None:
+        self._store.touch(keys, saved=saved, left=left)
+        if self.pool is not None and not left:
             self.pool.touch(keys, saved=saved)
 
     def were_read(self, keys: Sequence[Key]) -> list[bool | None]:

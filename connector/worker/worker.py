@@ -497,6 +497,8 @@ class WorkerCore:
                 before = task.job.before[number][group.shard]
                 keys = [*before, *(block.keys[group.shard] for block in own)]
                 store.touch(keys, saved=True)
+            for group, left in zip(self._groups, task.job.left, strict=False):
+                store.touch(left[group.shard], left=True)
 
     def _batches(
         self, tasks: Sequence[Save]

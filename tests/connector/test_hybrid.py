@@ -344,3 +344,43 @@ class TestCheckpoints:
         plan = engine.scheduler.plan_step([(request, 2 * BLOCK)], [], lambda _: tables)
         ((attention,), (window,)) = plan.saves[0].before
         assert (len(attention), len(window)) == (6, 2), "9 tokens before token 48: blocks 4 and 5"
+
+
+class TestLeft:
+    """Windows that are left once a prompt has gone on: blocks 3 and 4 are those at its former end,
+    of 5 blocks."""
+
+    def left(self, engine: TpEngine, store: MemoryBlockStore, tokens: list[int]) -> list[int]:
+        """Find and save a prompt; the blocks of it whose windows are left."""
+        request = engine.request("save", tokens)
+        engine.match(request)
+        store.left.clear()
+        engine.save(tokens)
+        per_key, (namespace,) = engine.layout.hashes_per_key, engine.layout.groups[1].namespaces
+        keys = namespace.engine_keys(request.block_hashes, per_key)
+        return [keys.index(key) for key in store.left]
+
+    @pytest.mark.parametrize("interval", [None, 0])
+    @pytest.mark.parametrize(
+        ("more", "left"), [(3 * BLOCK, [3, 4]), (BLOCK, [3]), (BLOCK - 4, []), (0, [])]
+    )
+    def test_a_prompt_that_goes_on_leaves_what_its_new_end_does_not_need(
+        self, make: Make, store: MemoryBlockStore, interval: int | None, more: int, left: list[int]
+    ) -> None:
+        tokens = prompt(5)
+        assert self.left(make(window_interval_tokens=interval), store, tokens) == []
+        engine = make(seed=1, window_interval_tokens=interval)
+        assert self.left(engine, store, [*tokens, *range(more)]) == left
+
+    def test_the_end_behind_which_a_second_prompt_goes_on_is_not_left_again(
+        self, make: Make, store: MemoryBlockStore
+    ) -> None:
+        tokens, engine = prompt(5), make(window_interval_tokens=0)
+        self.left(engine, store, tokens)
+        left = [self.left(engine, store, [*tokens, *[i] * 24]) for i in (1, 2)]
+        assert left == [[3, 4], []]
+
+    def test_where_prompts_part_is_not_left(self, make: Make, store: MemoryBlockStore) -> None:
+        tokens, engine = prompt(5), make(window_interval_tokens=0)
+        parted = [[*tokens[: 3 * BLOCK], *[i] * 24] for i in (1, 2, 3)]
+        assert [self.left(engine, store, one) for one in (tokens, *parted)] == [[]] * 4

@@ -31,7 +31,7 @@ SAME_NAMES = {
 """Names that two public classes have, and why."""
 SUMS_MAX = {
     "kvstore": 53_950,
-    "connector": 22_400,
+    "connector": 22_450,
     "tests": 118_400,
     "pokes": 565,
 }

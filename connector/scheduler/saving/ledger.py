@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connector.limits import SAVE_JOBS_MAX
-from connector.messages import BlockPins, SaveBlock, SaveJob
-from kvstore.spi import Key
+from connector.messages import BlockPins, Runs, SaveBlock, SaveJob
 
 
 @dataclass(slots=True)
@@ -52,11 +51,12 @@ class SaveLedger:
         self,
         request_id: str,
         blocks: tuple[SaveBlock, ...],
-        before: tuple[tuple[tuple[Key, ...], ...], ...] = (),
+        before: Runs = (),
         trace_id: str = "",
+        left: Runs = (),
     ) -> SaveJob:
         """Open a job for `blocks`, which are pinned from now on."""
-        job = SaveJob(self._next_job_id, request_id, blocks, before, trace_id)
+        job = SaveJob(self._next_job_id, request_id, blocks, before, trace_id, left)
         self._next_job_id += 1
         block_ids = [block_id for block in blocks for block_id in block.block_ids]
         self._pins.pin(block_ids)

@@ -13,15 +13,17 @@ has ended and of which the others were not told, or the other way round.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from connector.layout.block_plan import full_blocks, save_blocks, save_part, save_states
-from connector.limits import RUN_TOUCHED_MAX, SAVE_JOB_BLOCKS_MAX, Clock
+from connector.limits import RUN_TOUCHED_MAX, SAVE_JOB_BLOCKS_MAX, SHARED_ENDS_MAX, Clock
 from connector.messages import (
     BlockPins,
     BlockTables,
     EngineRequest,
+    Runs,
     SaveBlock,
     SaveJob,
     StateBlock,
@@ -32,13 +34,15 @@ from connector.scheduler.saving.ledger import NoPins, SaveLedger
 from kvstore.spi import Key
 
 if TYPE_CHECKING:
-    from connector.layout.geometry import StoreLayout
+    from connector.layout.geometry import GroupLayout, StoreLayout
     from connector.scheduler.request_settings import RequestSettings
     from connector.scheduler.requests import RequestState
     from connector.scheduler.saving.events import EngineEvents
     from connector.scheduler.saving.generated import GeneratedBlocks
     from connector.scheduler.saving.retaining import Retainer
     from connector.scheduler.settings import SchedulerSettings
+GroupKeys = Sequence[Sequence[Sequence[Key]]]
+"""Keys of a prefix, per group and shard."""
 
 
 class SavePlanner:
@@ -61,6 +65,8 @@ class SavePlanner:
         self._clock = clock
         self._ledger = SaveLedger(NoPins(), workers=1, pinned_blocks_max=0)
         self._not_kept = False
+        self._shared: OrderedDict[bytes, None] = OrderedDict()
+        """Hashes of the ends of prefixes behind which more than one prompt is likely to go on."""
         self._blocks_per_key = sum(map(layout.blocks_per_key, range(len(layout.groups))))
 
     def bind_pins(self, pins: BlockPins, workers: int, num_blocks: int) -> None:
@@ -184,12 +190,12 @@ class SavePlanner:
             if blocks:
                 before = min(first, RUN_TOUCHED_MAX)
                 # Of windows and states the end alone is needed: the rest may go first.
-                needed = (g.needed_from(before * layout.block_tokens) for g in layout.groups)
-                run = tuple(
-                    tuple(tuple(shard[start // layout.block_tokens : before]) for shard in group)
-                    for start, group in zip(needed, keys, strict=True)
-                )
-                out.append(self._open(request, state, blocks, run))
+                starts = [
+                    before if state.leaves and group.forgetful else self._needed(group, before)
+                    for group in layout.groups
+                ]
+                run = _runs(keys, starts, [before] * len(keys))
+                out.append(self._open(request, state, blocks, keys, run))
             first += count
             state.saved_blocks = first
 
@@ -217,16 +223,53 @@ class SavePlanner:
         checkpoints = state.checkpoints(request, interval, layout.block_tokens)
         blocks = save_states(keys, state.present_blocks, tokens, states, layout, checkpoints)
         if 0 < len(blocks) <= self._ledger.room_blocks:
-            out.append(self._open(request, state, blocks))
+            out.append(self._open(request, state, blocks, keys))
+
+    def _needed(self, group: GroupLayout, blocks: int) -> int:
+        """Return from which block on a prefix of so many needs the group."""
+        return group.needed_from(blocks * self._layout.block_tokens) // self._layout.block_tokens
+
+    def _left(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        blocks: Sequence[SaveBlock],
+        keys: GroupKeys,
+    ) -> Runs:
+        """Return the windows and states at the end of what the request found which no longer
+        prefix of it needs, once, when it saves `blocks` of these behind it. Nothing where others
+        are likely to go on from the same end: one has before, or two prompts parted there."""
+        groups, found = self._layout.groups, state.present_blocks
+        if state.goes_on or not any(groups[block.group].forgetful for block in blocks):
+            return ()
+        state.goes_on = True
+        parted, ends = state.junction_blocks, self._shared
+        state.leaves = found > 0 and self._end(request, found) not in ends
+        for end in {found, parted} - {0}:
+            ends[self._end(request, end)] = None
+            ends.move_to_end(self._end(request, end))
+        while len(ends) > SHARED_ENDS_MAX:
+            ends.popitem(last=False)
+        if not state.leaves:
+            return ()
+        last = max(found, (request.num_prompt_tokens - 1) // self._layout.block_tokens)
+        stops = [min(found, self._needed(g, last)) if g.forgetful else 0 for g in groups]
+        starts = [min(self._needed(g, found), s) for g, s in zip(groups, stops, strict=True)]
+        return _runs(keys, starts, stops)
+
+    def _end(self, request: EngineRequest, blocks: int) -> bytes:
+        return request.block_hashes[blocks * self._layout.hashes_per_key - 1]
 
     def _open(
         self,
         request: EngineRequest,
         state: RequestState,
         blocks: tuple[SaveBlock, ...],
-        run: tuple[tuple[tuple[Key, ...], ...], ...] = (),
+        keys: GroupKeys,
+        run: Runs = (),
     ) -> SaveJob:
-        job = self._ledger.open(request.request_id, blocks, run, trace_id(request))
+        left = self._left(request, state, blocks, keys)
+        job = self._ledger.open(request.request_id, blocks, run, trace_id(request), left)
         self._events.saving(request, job)
         self._generated.saving(request, state, job)
         self._retainer.saving(state.own_settings(request).retain, job)
@@ -250,3 +293,11 @@ class SavePlanner:
         self._events.saved(job_id, stored)
         self._generated.saved(job_id, stored, self._clock())
         self._retainer.saved(job_id, stored)
+
+
+def _runs(keys: GroupKeys, starts: Sequence[int], stops: Sequence[int]) -> Runs:
+    """Return of each group the keys from the one block to the other."""
+    return tuple(
+        tuple(tuple(shard[start:stop]) for shard in group)
+        for group, start, stop in zip(keys, starts, stops, strict=True)
+    )

@@ -12,8 +12,8 @@ import pytest
 from connector_parts import BLOCK, PATIENCE_S, FakePins, FakeRequest, Side, layout, prompt, wait_for
 
 from connector.layout.topology import TpKVTopology
-from connector.messages import BlockRead, StepPlan, WorkerReport
-from connector.scheduler.lockstep import LockstepScheduler
+from connector.messages import BlockRead, SaveBlock, SaveJob, StepPlan, WorkerReport
+from connector.scheduler.lockstep import LockstepScheduler, _save_job
 from connector.scheduler.patience import ComputeRate
 from kvstore import UsageError
 from kvstore.testing.blockstore import MemoryBlockStore
@@ -122,6 +122,13 @@ def test_all_plan_what_the_leader_plans_under_their_own_names(engines: Engines) 
         j._replace(request_id="") for j in theirs.saves
     ]
     assert engines.pins[0].references == engines.pins[1].references != {}
+
+
+def test_a_save_travels_whole() -> None:
+    runs = (((b"a", b"b"),), ((),))
+    job = SaveJob(3, "r", (SaveBlock((b"c",), (1, 2), 1, 4),), runs, "trace", (((),), ((b"d",),)))
+    message = msgpack.unpackb(msgpack.packb(job))
+    assert _save_job(message, {"r": "own"}) == job._replace(request_id="own")
 
 
 def test_blocks_stay_pinned_everywhere_until_the_workers_of_all_processes_have_let_go(
