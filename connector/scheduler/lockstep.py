@@ -380,5 +380,5 @@ def _save_job(message: list[Any], own: dict[str, str]) -> SaveJob:
     )
 
 
-def _runs(message: list[Any]) -> Runs:
+def _runs(message: Sequence[Sequence[Sequence[bytes]]]) -> Runs:
     return tuple(tuple(tuple(shard) for shard in group) for group in message)
