@@ -30,10 +30,10 @@ SAME_NAMES = {
 }
 """Names that two public classes have, and why."""
 SUMS_MAX = {
-    "kvstore": 53_950,
+    "kvstore": 54_090,
     "connector": 22_450,
-    "tests": 118_400,
-    "pokes": 565,
+    "tests": 118_610,
+    "pokes": 497,
 }
 """Lines by house, without the simulator and with C; and how often a test looks at a private name
 of something else. A change that raises one says in its commit what it takes out instead, or why
