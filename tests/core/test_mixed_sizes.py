@@ -120,28 +120,3 @@ def test_a_block_that_is_left_while_it_is_retained_stays():
     node.touch(keys[-1:], left=True)
     node.put(node.keys(3), MIB)
     assert node.there(keys[-1:]) == 1
-
-
-def blocks_of_two_sizes():
-    """A full node; the one large block is the coldest, then a small one."""
-    node = Node(32 * MIB)
-    large, small = node.keys(1), node.keys(28 * 16)
-    node.put(large, 4 * MIB)
-    for key in small:
-        node.put([key], 64 * KIB)
-    return node, large, small
-
-
-def test_a_small_block_takes_the_place_of_a_small_one_that_is_nearly_as_cold():
-    """Large ones then find a place that is whole."""
-    node, large, small = blocks_of_two_sizes()
-    node.put(node.keys(2), 64 * KIB)
-    assert (node.there(large), node.there(small[:2])) == (1, 0)
-
-
-def test_a_large_block_that_is_older_by_far_makes_room_for_small_ones():
-    node, large, small = blocks_of_two_sizes()
-    for _ in range(6):
-        node.touch(small)
-    node.put(node.keys(2), 64 * KIB)
-    assert (node.there(large), node.there(small)) == (0, len(small))

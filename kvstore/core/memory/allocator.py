@@ -69,11 +69,6 @@ The search goes beyond the first few only where pins or reservations shut nearly
 ALIKE_TRIED = 1 << 8
 """Blocks that are searched, coldest first, for one of the request's size: in its place the request
 fits without evicting a neighbour. The search takes 20 us when there is none."""
-APART_TRIED = 1 << 10
-"""The same, where the coldest block is more than twice or less than half as large."""
-APART_PART, APART_AGE = 8, 4
-"""That block goes alone then, if those colder than it have at most this part of the segment, and it
-is at least as old as this part of the coldest one's age."""
 LATER = 1 << 40
 """Cost of a granule for each step (with LRU, each use) between the coldest block and its own. A
 granule by itself costs one, which decides between equally cold windows."""
@@ -295,8 +290,6 @@ class Allocator:
         first = next(self.coldest(), None)
         if first is None:
             return []
-        if alike := self._alike_far_apart(size, first):
-            return alike
         if size < self._shut_in_size:
             self._shut_in.clear()
         self._shut_in_size = size
@@ -307,22 +300,6 @@ class Allocator:
         windows = self._windows(blocks, size, cost, _may_go, self._shut_in, look)
         window = cheapest(windows)
         return [] if window is None else window.slots
-
-    def _alike_far_apart(self, size: int, first: Slot) -> list[Slot]:
-        """Return a block of this size that goes before `first`, a colder one of quite another: if
-        they took each other's places, windows (55 MB) and attention (1 MB) of one model would break
-        up large places, and clear rows of small blocks, some of them in use, to make new ones."""
-        if first.size <= 2 * size and size <= 2 * first.size:
-            return []
-        left = self._space.size // APART_PART
-        latest = self._tick - (self._tick - first.last_use) // APART_AGE
-        for slot in islice(self.coldest(), APART_TRIED):
-            if slot.size == size:
-                return [slot] if slot.last_use <= latest else []
-            left -= slot.size
-            if left < 0:
-                break
-        return []
 
     def coldest(self) -> Iterator[Slot]:
         """Return what may go, coldest first; good until the next change."""
