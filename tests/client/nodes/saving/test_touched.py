@@ -109,14 +109,14 @@ def test_nodes_hear_of_each_run_in_a_message_of_its_own_and_all_are_sent_at_once
 OLDER_NODE = """
 import sys
 from kvstore.protocol import control, control_events
-del control_events._DECODERS[control.Op.SAVED]
+del control_events._DECODERS[control.Op.SAVED], control_events._DECODERS[control.Op.LEFT]
 from kvstore.cli import main
 raise SystemExit(main(sys.argv[1:]))
 """
-"""`kvstore node` of before `Op.SAVED`."""
+"""`kvstore node` of before `Op.SAVED` and `Op.LEFT`."""
 
 
-def test_a_node_that_does_not_know_of_saves_goes_on_with_the_connection(
+def test_a_node_that_does_not_know_of_saves_or_leaving_goes_on_with_the_connection(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     directory = NodeDir(tmp_path, "old")
@@ -135,7 +135,8 @@ def test_a_node_that_does_not_know_of_saves_goes_on_with_the_connection(
             (one,) = session.reserve([key(1)], 1000, 1)
             assert not isinstance(one, str)
             session.commit([one])  # type: ignore[list-item]  # it was granted
-            session.writer.touch(keys(1, 1), session.machine.monotonic(), at_once=True, saved=True)
+            for said in {"saved": True}, {"left": True}:
+                session.writer.touch(keys(1, 1), session.machine.monotonic(), at_once=True, **said)
             assert session.were_read([key(1)]) == [None]
             assert session.reserve([key(1)], 1000, 1) == [EXISTS]
             assert link.control._socket is connection is not None
