@@ -239,7 +239,7 @@ def test_touches_unpins_and_namespaces_reach_the_nodes_of_this_host():
     session.unpin([BlockRef(key_of(1), b"r")])
     session.register_namespaces(["a namespace"])
     assert log == [
-        ("writer.touch", [key_of(0)], NOW, False),
+        ("writer.touch", [key_of(0)], NOW, False, False),
         ("writer.unpin_many", [(key_of(1), b"r")]),
         ("writer.register_namespaces", ["a namespace"]),
     ]
