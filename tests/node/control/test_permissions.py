@@ -167,18 +167,20 @@ with Client(url, key_prefix=prefix, run_dir=run_dir, limits=PATIENT) as client:
 
 @needs_root
 def test_an_owner_cannot_make_a_member_write_into_the_members_own_files(
-    server: RedisServer, tmp_path: Path
+    server: RedisServer,
 ) -> None:
     """node.json says where the segment is, and whoever owns the directory writes node.json."""
-    with a_node(server, READERS) as node, client_of(server, node) as owner:
+    with (
+        a_node(server, READERS) as node,
+        client_of(server, node) as owner,
+        # Another pytest that starts closes the directory above `tmp_path` to other users.
+        tempfile.TemporaryDirectory() as folder,
+    ):
         assert owner.put("k", b"value")
         word = node.announcement
         assert word is not None
-        for folder in tmp_path.parents:
-            if folder != Path("/tmp") and Path("/tmp") in folder.parents:
-                folder.chmod(0o755)
-        tmp_path.chmod(0o777)
-        mine = tmp_path / "mine.data"
+        Path(folder).chmod(0o777)
+        mine = Path(folder, "mine.data")
         mine.write_bytes(bytes(word.size_bytes))
         os.chown(mine, ALICE, ALICE)
         node.dir.announce(replace(word, data_path=str(mine)))
