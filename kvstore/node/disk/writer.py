@@ -115,6 +115,7 @@ class DiskWriter:
         self._wake.set()
 
     def end(self) -> None:
+        """Let the thread end after the call that it is in."""
         self._ending = True
         self._wake.set()
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.core.events import Reply
 from kvstore.core.node import NodeCore
 from kvstore.errors import IndexUnavailableError
-from kvstore.index.announced import announced_node
+from kvstore.index.announced import announced_nodes
 from kvstore.index.base import Index, KeyedRecord, Record
 from kvstore.machine import REAL, Machine
 from kvstore.node.control.liveness import Speaker
@@ -58,8 +58,8 @@ class Publisher:
         self._loop = loop
         self._now = machine.monotonic
         self._signer = signer
-        self._epochs: dict[int, int | None] = {}
-        """Of other nodes the start that is announced, believed until `_believed_until`."""
+        self._epochs: dict[int, int] = {}
+        """Of each node the start that is announced, believed until `_believed_until`."""
         self._believed_until = float("-inf")
         self.away = False
         """Whether the last publication failed: then no answer waits for the next one."""
@@ -152,19 +152,18 @@ class Publisher:
     ) -> list[Location | None]:
         """Return where another node that lives has each of `keys`, by its record in the index.
         Raises `IndexUnavailableError`."""
-        if self._now() >= self._believed_until:
-            self._epochs.clear()
+        places = [
+            None if record is None else unpack_record(key, record)
+            for key, record in zip(keys, records, strict=True)
+        ]
+        others = {at.node_id for at in places if at is not None} - {self._core.node_id}
+        # All in one request: records can name as many nodes as there are records.
+        if others - self._epochs.keys() or (others and self._now() >= self._believed_until):
+            words = announced_nodes(self._index, self._signer)
+            self._epochs = {node_id: word.epoch for node_id, word in words.items()}
             self._believed_until = self._now() + NODES_BELIEVED_S
-        return [self._elsewhere(*one) for one in zip(keys, records, strict=True)]
-
-    def _elsewhere(self, key: Key, record: Record | None) -> Location | None:
-        at = None if record is None else unpack_record(key, record)
-        if at is None or at.node_id == self._core.node_id:
-            return None
-        if at.node_id not in self._epochs:
-            word = announced_node(self._index, at.node_id, self._signer)
-            self._epochs[at.node_id] = None if word is None else word.epoch
-        return at if self._epochs[at.node_id] == at.epoch else None
+        living = {node_id: self._epochs[node_id] for node_id in others & self._epochs.keys()}
+        return [at if at and living.get(at.node_id) == at.epoch else None for at in places]
 
     def _release(self) -> None:
         """Send what was held. To encode what became of 4,096 blocks takes a millisecond, and many

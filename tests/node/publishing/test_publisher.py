@@ -261,6 +261,20 @@ def test_what_nobody_has_in_memory_gives_its_place_to_a_disk(loop, parts, goes):
     turn(loop, lambda: index.lookup(KEYS[:1]) == [ON_DISK])
 
 
+def test_records_that_name_many_nodes_cost_one_request(parts, monkeypatch):
+    """Each request may take as long as the index's deadline, and the node's loop waits for it."""
+    _core, index, publisher = parts
+    asked = []
+    for name in ("node", "nodes"):
+        real = getattr(index, name)
+        monkeypatch.setattr(index, name, lambda *args, real=real: asked.append(1) or real(*args))
+    keys = [bytes([number]) * 32 for number in range(200)]
+    records = [pack_record(key, Location(100 + n, 1, 0, 2, 3, 1, SIZE, 1))
+               for n, key in enumerate(keys)]  # fmt: skip
+    assert publisher.elsewhere(keys, records) == [None] * len(keys)
+    assert len(asked) == 1
+
+
 def test_while_nobody_can_be_looked_up_blocks_in_memory_are_told_and_those_on_disks_wait(
     loop, parts, monkeypatch
 ):
