@@ -497,8 +497,11 @@ class WorkerCore:
                 before = task.job.before[number][group.shard]
                 keys = [*before, *(block.keys[group.shard] for block in own)]
                 store.touch(keys, saved=True)
+            saved = {block.keys[self._groups[block.group].shard] for block in task.job.blocks}
+            # Else the former end is still the last that can be loaded.
             for group, left in zip(self._groups, task.job.left, strict=False):
-                store.touch(left[group.shard], left=True)
+                if saved <= task.stored:
+                    store.touch(left[group.shard], left=True)
 
     def _batches(
         self, tasks: Sequence[Save]

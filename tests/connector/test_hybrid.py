@@ -380,6 +380,14 @@ class TestLeft:
         left = [self.left(engine, store, [*tokens, *[i] * 24]) for i in (1, 2)]
         assert left == [[3, 4], []]
 
+    def test_an_end_behind_which_nothing_could_be_stored_is_not_left(
+        self, make: Make, store: MemoryBlockStore
+    ) -> None:
+        tokens, engine = prompt(5), make(window_interval_tokens=0)
+        self.left(engine, store, tokens)
+        store.capacity_blocks = 0
+        assert self.left(engine, store, [*tokens, *range(24)]) == []
+
     def test_where_prompts_part_is_not_left(self, make: Make, store: MemoryBlockStore) -> None:
         tokens, engine = prompt(5), make(window_interval_tokens=0)
         parted = [[*tokens[: 3 * BLOCK], *[i] * 24] for i in (1, 2, 3)]
