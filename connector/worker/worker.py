@@ -499,9 +499,9 @@ class WorkerCore:
                 store.touch(keys, saved=True)
             saved = {block.keys[self._groups[block.group].shard] for block in task.job.blocks}
             # Else the former end is still the last that can be loaded.
-            for group, left in zip(self._groups, task.job.left, strict=False):
-                if saved <= task.stored:
-                    store.touch(left[group.shard], left=True)
+            ends = task.job.left if saved <= task.stored else ()
+            for group, left in zip(self._groups, ends, strict=False):
+                store.touch(left[group.shard], left=True)
 
     def _batches(
         self, tasks: Sequence[Save]

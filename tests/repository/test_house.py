@@ -31,7 +31,7 @@ SAME_NAMES = {
 """Names that two public classes have, and why."""
 SUMS_MAX = {
     "kvstore": 54_090,
-    "connector": 22_450,
+    "connector": 22_455,
     "tests": 118_610,
     "pokes": 497,
 }
