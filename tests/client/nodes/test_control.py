@@ -132,17 +132,11 @@ def test_saying_in_passing_waits_once_for_a_stopped_node_and_not_each_time(chann
 
 
 @pytest.fixture
-def answered(tmp_path):
+def answered(listening):
     """To a node that answers everything with None."""
-    directory = NodeDir(tmp_path, "node")
-    directory.leases.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(directory.socket))
-        server.listen(8)
-        channel = ControlChannel(directory, (1, 1), TIMEOUT_S, lambda: ((), ()))
-        threading.Thread(target=answer_all, args=(server,), daemon=True).start()
-        yield channel
-        channel.close()
+    channel, server = listening
+    threading.Thread(target=answer_all, args=(server,), daemon=True).start()
+    return channel
 
 
 def test_who_reads_an_invalid_reply_for_another_ends_that_ones_wait_too(answered):
